@@ -1,0 +1,97 @@
+"""Every error that memstore raises on purpose.
+
+Each message says what was wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class MemstoreError(Exception):
+    """Base class: catch this to catch everything memstore raises on purpose."""
+
+
+class ConfigError(MemstoreError):
+    """A configuration file, variable or option is wrong. The message names the place, the value and the fix."""
+
+
+class PluginError(MemstoreError):
+    """A backend or adapter is unknown, defined twice, or cannot be loaded. The message lists what exists."""
+
+
+class UnsupportedModelError(MemstoreError):
+    """No adapter knows this model, or it has a part that cannot be read exactly. The message lists what is known."""
+
+
+class StoreError(MemstoreError):
+    """A store cannot be opened, read or written as asked."""
+
+
+class StoreNotFoundError(StoreError):
+    """There is no store at this path. Check the path, or open it with ``mode="a"`` to create one."""
+
+
+class ReadOnlyStoreError(StoreError):
+    """The store was opened read-only, or its directory cannot be written."""
+
+
+class StoreFullError(StoreError):
+    """The disk is full. Nothing that was complete is lost; free some space and repeat the command."""
+
+
+class StoreInUseError(StoreError):
+    """A memory of this store is attached or open. Leave the attachment first."""
+
+
+class FormatError(StoreError):
+    """The store was written in a format this version cannot read, or its records do not parse."""
+
+
+class DamagedMemoryError(StoreError):
+    """Bytes on disk differ from those that were written. Remove the memory and encode the document again."""
+
+
+class MemoryNotFoundError(StoreError, KeyError):
+    """The store holds no memory of this name."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would print the message in quotes
+
+
+class MemoryExistsError(StoreError):
+    """Another document or model already has this name. Remove it first or choose another name."""
+
+
+class MemoryBusyError(StoreError):
+    """Another process is encoding under this name. Wait for it or choose another name."""
+
+
+class DocumentError(MemstoreError):
+    """The document cannot be encoded: it is empty, holds no tokens, or its tensors have the wrong shape."""
+
+
+class EncodingError(MemstoreError):
+    """The model returned values that must not be stored, such as NaN or infinity."""
+
+
+class FingerprintMismatchError(MemstoreError):
+    """The memory was written by another model, other weights or another tokenizer. The message names what differs."""
+
+
+class FingerprintWarning(UserWarning):
+    """The same as :class:`FingerprintMismatchError`, when ``strict=False`` asked to read the memory all the same."""
+
+
+class AttachError(MemstoreError):
+    """Memories cannot be attached to this model as asked."""
+
+
+class HookError(AttachError):
+    """The model ran without calling the attached memory, so its output would silently ignore it."""
+
+
+class QueryError(MemstoreError):
+    """A search was asked with a wrong ``k``, dimension or dtype, or with values that are not finite."""
+
+
+class AssetError(MemstoreError):
+    """A model or text for the demo, the tests or the benchmarks could not be had."""

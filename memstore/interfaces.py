@@ -1,0 +1,136 @@
+"""What a plugin implements: an index backend, a record backend, or an adapter for a model family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    import torch
+
+Buffer = bytes | bytearray | memoryview
+Mode = Literal["a", "r"]
+
+
+class Options(BaseModel):
+    """The options a plugin accepts. Unknown keys are an error, so that a typing mistake never passes in silence."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class VectorIndex(ABC):
+    """Maximum-inner-product search over the keys of one memory.
+
+    Higher scores are better and come first. Where fewer than ``k`` keys exist, the empty slots hold id -1 and
+    score -inf.
+    """
+
+    Options: ClassVar[type[Options]] = Options
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options if options is not None else type(self).Options()
+
+    @abstractmethod
+    def build(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Index the keys: blocks of shape [n_i, d], one dtype, in the order of the ids 0 … n-1.
+
+        A block may be a view of the store's mapped file: an index that keeps it must not write to it, and lives no
+        longer than the open memory.
+        """
+
+    @abstractmethod
+    def search(self, queries: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Best ``k`` keys of every query by inner product.
+
+        queries: [m, d], float32, float16 or bfloat16. Returns scores [m, k] float32 and ids [m, k] int64.
+        Raises :class:`memstore.errors.QueryError` for a wrong ``k``, dimension or dtype, or values not finite.
+        """
+
+
+class RecordReader(ABC):
+    """The sealed records of one memory, open for reading. Buffers it returns are valid until :meth:`close`."""
+
+    @abstractmethod
+    def get(self, key: bytes) -> memoryview:
+        """The value of ``key`` without copying, 16-byte aligned. Raises DamagedMemoryError if it is missing."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[bytes]:
+        """All keys in byte order."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class RecordWriter(ABC):
+    """The records of one memory while it is being written. Only its one writer sees them."""
+
+    @abstractmethod
+    def get(self, key: bytes) -> bytes | None:
+        """A copy of a committed value, for resuming."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[bytes]:
+        """All committed keys in byte order."""
+
+    @abstractmethod
+    def put(self, records: Mapping[bytes, Buffer]) -> None:
+        """Commit these records together, durably. Raises StoreFullError when the disk is full."""
+
+    @abstractmethod
+    def seal(self) -> dict[str, Any]:
+        """End writing and close. Returns what a reader needs to notice damage (msgpack-able), kept by the catalog."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class RecordStore(ABC):
+    """Where a store keeps its bytes: one small catalog, and one write-once set of records per memory."""
+
+    Options: ClassVar[type[Options]] = Options
+
+    def __init__(self, path: Path, mode: Mode, options: Options | None = None) -> None:
+        self.path, self.mode = path, mode
+        self.options = options if options is not None else type(self).Options()
+
+    @abstractmethod
+    def get(self, key: bytes) -> bytes | None:
+        """A catalog value, copied."""
+
+    @abstractmethod
+    def items(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        """Catalog records whose key starts with ``prefix``, in byte order, from one snapshot."""
+
+    @abstractmethod
+    def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Iterable[bytes] = (),
+        expect: Mapping[bytes, bytes | None] | None = None,
+    ) -> bool:
+        """Change the catalog in one durable step; False and no change if a key of ``expect`` has another value."""
+
+    @abstractmethod
+    def writer(self, memory_id: str, capacity: int) -> RecordWriter:
+        """Create or reopen the unsealed records of a memory. ``capacity``: bytes its values may reach."""
+
+    @abstractmethod
+    def reader(self, memory_id: str, seal: Mapping[str, Any]) -> RecordReader:
+        """Open sealed records. Raises DamagedMemoryError if their length or structure is not as sealed."""
+
+    @abstractmethod
+    def delete(self, memory_id: str) -> None:
+        """Give the space back. A reader that has them open keeps reading."""
+
+    @abstractmethod
+    def memory_ids(self) -> list[str]:
+        """Ids that occupy space, sealed or not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Raises StoreInUseError while a reader or writer is open."""

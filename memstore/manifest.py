@@ -1,0 +1,101 @@
+"""What is known of a memory, kept in the catalog as msgpack."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from memstore.errors import FormatError
+
+FORMAT_MAJOR, FORMAT_MINOR = 1, 0
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class PartSpec(BaseModel):
+    """One array of a memory: ``shape`` is that of one token, such as (d,) or (num_kv_heads, head_dim)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "float16", "bfloat16"]
+
+    @property
+    def token_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class WindowRule(BaseModel):
+    """How a long document is cut: windows of ``window`` tokens, each stepping by ``window - overlap``.
+
+    ``context`` says which tokens of an overlap are kept: "both" sides (an encoder sees left and right, so the middle
+    is kept) or "left" (a decoder sees only what came before, so the end is kept).
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    window: int = Field(gt=0)
+    overlap: int = Field(ge=0)
+    context: Literal["both", "left"]
+
+
+class Manifest(BaseModel):
+    """A memory's description. ``seal`` and ``digest`` are None until the memory is complete."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format_major: int = FORMAT_MAJOR
+    format_minor: int = FORMAT_MINOR
+    id: str = Field(pattern=r"^[0-9a-f]{32}$")
+    name: str
+    created: float
+    kind: str
+    adapter: str
+    num_tokens: int = Field(gt=0)
+    block_tokens: int = Field(gt=0)
+    parts: dict[str, PartSpec]
+    rule: WindowRule
+    prefix_ids: tuple[int, ...] = ()
+    batch_size: int = Field(gt=0)
+    device: str
+    fingerprint: dict[str, JsonValue]
+    document_digest: str
+    has_text: bool
+    has_ids: bool
+    metadata: dict[str, JsonValue] = {}
+    digest: str | None = None
+    seal: dict[str, Any] | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // self.block_tokens)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of all parts of all tokens, the discarded prefix included."""
+        return (self.num_tokens + len(self.prefix_ids)) * sum(part.token_bytes for part in self.parts.values())
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb(self.model_dump())
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Manifest:
+        """Raises FormatError for what is no manifest, or one of a newer major format."""
+        try:
+            raw = msgpack.unpackb(data, strict_map_key=True)
+            major = raw["format_major"]
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            raise FormatError(f"The catalog holds a record that is no manifest ({error}).") from error
+        if major != FORMAT_MAJOR:
+            raise FormatError(
+                f"Memory {raw.get('name')!r} has format {major}.{raw.get('format_minor')}; this version of memstore "
+                f"reads format {FORMAT_MAJOR}. Install the version that wrote it, or encode the document again."
+            )
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            raise FormatError(f"The manifest of memory {raw.get('name')!r} is not valid: {error}") from error
