@@ -1,0 +1,1 @@
+"""The adapters that come with memstore, one file per model family."""
