@@ -76,8 +76,9 @@ def adapter_for(model: Any) -> type[Any]:
             "Uninstall the distribution of one of them (`memstore plugins` shows them)."
         )
     if not claims:
+        known = ", ".join(sorted(supported)) or "none"
         raise UnsupportedModelError(
-            " ".join([f"No adapter knows model_type {model_type!r}. Supported: {', '.join(sorted(supported))}.", *broken])
+            " ".join([f"No adapter knows model_type {model_type!r}. Supported: {known}.", *broken])
         )
     return claims.popitem()[1]
 
