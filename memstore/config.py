@@ -84,9 +84,11 @@ class Config:
             raise self._explain(error, plugin.Options, "index.options") from error
         return index
 
-    def records(self) -> type[RecordStore]:
-        """The configured record backend. Raises ConfigError when it cannot be loaded."""
-        return self._plugin("store.records", self.settings.store.records, RecordStore)
+    def records(self) -> str:
+        """The name of the configured record backend. Raises ConfigError when it cannot be loaded."""
+        name = self.settings.store.records
+        self._plugin("store.records", name, RecordStore)
+        return name
 
     def _plugin(self, key: str, name: str, base: type) -> type[Any]:
         try:
