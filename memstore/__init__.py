@@ -10,7 +10,7 @@ from memstore.errors import MemstoreError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from memstore.attach import Attachment
+    from memstore.attachment import Attachment
     from memstore.interfaces import Mode
     from memstore.memory import Memory
     from memstore.store import MemoryStore
@@ -31,7 +31,7 @@ def open(path: str | PathLike[str], mode: Mode = "a", *, records: str | None = N
 
 
 def attach(model: PreTrainedModel, *memories: Memory, **options: Any) -> Attachment:
-    """Bind memories to a model's attention while the returned context lasts; see :func:`memstore.attach.attach`."""
-    from memstore.attach import attach
+    """Bind memories to a model's attention while the returned context lasts; see :func:`memstore.attachment.attach`."""
+    from memstore.attachment import attach
 
     return attach(model, *memories, **options)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from memstore.cli.app import app
-from memstore.cli.generate import generate
-from memstore.cli.index import index
-from memstore.cli.library import list_memories, remove, show, verify
-from memstore.cli.plugins import plugins
+import typer
 
-__all__ = ["app", "generate", "index", "list_memories", "main", "plugins", "remove", "show", "verify"]
+from memstore.cli import generate, index, library, plugins
+from memstore.cli.common import reporting
+
+app = typer.Typer(
+    name="memstore",
+    help="Read documents once with a transformer, keep what it read, and answer from it in any later process.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("index")(reporting(index.index))
+app.command("list")(reporting(library.list_memories))
+app.command("show")(reporting(library.show))
+app.command("remove")(reporting(library.remove))
+app.command("verify")(reporting(library.verify))
+app.command("generate")(reporting(generate.generate))
+app.command("plugins")(reporting(plugins.plugins))
 
 
 def main() -> None:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.cli.app import (
+from memstore.cli.common import (
     DtypeOption,
     JsonOption,
     ModelOption,
     StoreOption,
-    command,
     load_model,
     open_store,
     out,
@@ -29,7 +28,6 @@ MOST_PASSAGES = 5
 EXCERPT = 200  # characters of a passage that are shown
 
 
-@command()
 def generate(
     model: ModelOption,
     memory: Annotated[

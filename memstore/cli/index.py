@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
@@ -12,12 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from memstore import documents
-from memstore.cli.app import (
+from memstore.cli.common import (
     DtypeOption,
     JsonOption,
     ModelOption,
     StoreOption,
-    command,
     complain,
     err,
     load_model,
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from memstore.store import MemoryStore
 
 
-@command()
 def index(
     files: Annotated[
         list[str],
         typer.Argument(
             metavar="FILE…",
-            help="Text files (UTF-8), folders, or - for standard input. A file is named by its name without suffix. In a "
-            f"folder, every {', '.join(documents.SUFFIXES)} file is read and named by its path there without suffix.",
+            help="Text files (UTF-8), folders, or - for standard input. A file is named by its name without suffix. "
+            f"In a folder every {', '.join(documents.SUFFIXES)} file is read, named by its path without suffix.",
             show_default=False,
         ),
     ],
@@ -77,7 +76,7 @@ def index(
                 reader = (*load_model(model, dtype), stack.enter_context(open_store(store, "a")))
             loaded, tokenizer, opened = reader
             try:
-                with _Progress(document.name) as progress:
+                with ReadingProgress(document.name) as progress:
                     memory = opened.encode(loaded, tokenizer, text, name=document.name, progress=progress)
             except MemstoreError as error:
                 fail(document, error)
@@ -93,12 +92,11 @@ def index(
         raise typer.Exit(1)
 
 
-class _Progress:
+class ReadingProgress:
     """Shows how far the reading of one document is: a bar on a terminal, one line at the end elsewhere."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._bar = Progress(
+    def __init__(self, name: str, get_time: Callable[[], float] = monotonic) -> None:
+        self.bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
@@ -108,29 +106,31 @@ class _Progress:
             console=err,
             transient=True,
             disable=not err.is_terminal,
+            get_time=get_time,
         )
-        self._task = self._bar.add_task(name, total=None)
+        self._name, self._get_time = name, get_time
+        self._task = self.bar.add_task(name, total=None)
         self._first: tuple[int, float] | None = None
         self._done = 0
 
-    def __enter__(self) -> _Progress:
-        self._bar.start()
+    def __enter__(self) -> ReadingProgress:
+        self.bar.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-        if exception[0] is None and self._first is not None and not err.is_terminal:
-            tokens, seconds = self._done - self._first[0], monotonic() - self._first[1]
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.bar.stop()
+        if kind is None and self._first is not None and not err.is_terminal:
+            tokens, seconds = self._done - self._first[0], self._get_time() - self._first[1]
             err.print(f"{self._name}: {tokens:,} tokens in {seconds:.1f} s", soft_wrap=True)
 
     def __call__(self, done_tokens: int, total_tokens: int) -> None:
         self._done = done_tokens
         if self._first is None:
             # What an interrupted run had read already must not count as speed.
-            self._first = (done_tokens, monotonic())
-            self._bar.reset(self._task, total=total_tokens, completed=done_tokens)
+            self._first = (done_tokens, self._get_time())
+            self.bar.reset(self._task, total=total_tokens, completed=done_tokens)
         else:
-            self._bar.update(self._task, completed=done_tokens)
+            self.bar.update(self._task, completed=done_tokens)
 
 
 class _Speed(ProgressColumn):

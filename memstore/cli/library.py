@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from memstore.cli.app import JsonOption, StoreOption, command, complain, open_store, out, size, write_json
+from memstore.cli.common import JsonOption, StoreOption, complain, open_store, out, size, write_json
 from memstore.errors import MemstoreError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A memory of the store.", show_default=False)]
 
 
-@command("list")
 def list_memories(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the memories of a store."""
     with open_store(store, "r") as opened:
@@ -37,7 +36,6 @@ def list_memories(store: StoreOption = None, as_json: JsonOption = False) -> Non
     out.print(table if memories else "The store is empty.")
 
 
-@command()
 def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:
     """Show what is known of a memory."""
     with open_store(store, "r") as opened:
@@ -45,7 +43,8 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
         manifest = memory.manifest
         facts = _facts(memory) | {
             "adapter": manifest.adapter,
-            "window": manifest.rule.model_dump(),
+            "window": manifest.rule.window,
+            "overlap": manifest.rule.overlap,
             "parts": {part: spec.model_dump(mode="json") for part, spec in manifest.parts.items()},
             "has_text": manifest.has_text,
             "device": manifest.device,
@@ -62,12 +61,13 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for key, value in [*facts.items(), *((f"fingerprint {key}", value) for key, value in fingerprint.items())]:
+    for key, value in facts.items():
         table.add_row(key.replace("_", " "), str(value))
+    for key, value in fingerprint.items():
+        table.add_row(f"fingerprint: {key}", str(value))
     out.print(table)
 
 
-@command()
 def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Memories of the store.", show_default=False)],
     store: StoreOption = None,
@@ -95,7 +95,6 @@ def remove(
         raise typer.Exit(1)
 
 
-@command()
 def verify(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="A memory; by default all.", show_default=False)

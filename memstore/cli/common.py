@@ -1,4 +1,4 @@
-"""What all commands share: the application, options, output, errors."""
+"""What all commands share: options, output, errors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-app = typer.Typer(
-    name="memstore",
-    help="Read documents once with a transformer, keep what it read, and answer from it in any later process.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
 # No markup: a memory may well be named "[draft]".
 out = Console(markup=False, highlight=False, emoji=False)
 err = Console(markup=False, highlight=False, emoji=False, stderr=True)
@@ -53,24 +45,20 @@ DtypeOption = Annotated[
 ]
 
 
-def command(name: str | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Register a command; it must take ``as_json``. A MemstoreError becomes one message and exit status 1."""
+def reporting(function: Callable[P, None]) -> Callable[P, None]:
+    """A which must take ``as_json``, whose MemstoreError becomes one message and exit status 1."""
 
-    def register(function: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            try:
-                function(*args, **kwargs)
-            except MemstoreError as error:
-                complain(str(error))
-                if kwargs["as_json"]:
-                    write_json({"error": str(error)})
-                raise typer.Exit(1) from error
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except MemstoreError as error:
+            complain(str(error))
+            if kwargs["as_json"]:
+                write_json({"error": str(error)})
+            raise typer.Exit(1) from error
 
-        app.command(name)(run)
-        return run
-
-    return register
+    return run
 
 
 def complain(message: str) -> None:
