@@ -24,9 +24,9 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
         config = AutoConfig.from_pretrained(source, **options)
         model = _auto_class(config).from_pretrained(source, dtype=getattr(torch, dtype), **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        # transformers raises each of these for what is missing, unknown, or needs a package that is not installed
-        raise ModelLoadError(f"Cannot load the model {name!r}: {str(error).strip()}") from error
+    except Exception as error:  # what is missing, unknown, damaged, or needs another package raises many kinds
+        reason = str(error).strip() or type(error).__name__
+        raise ModelLoadError(f"Cannot load the model {name!r}: {reason}") from error
     return model.eval(), tokenizer
 
 
