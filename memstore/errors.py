@@ -22,6 +22,10 @@ class UnsupportedModelError(MemstoreError):
     """No adapter knows this model, or it has a part that cannot be read exactly. The message lists what is known."""
 
 
+class ModelLoadError(MemstoreError):
+    """A model cannot be loaded by this name. The message gives transformers' own reason."""
+
+
 class StoreError(MemstoreError):
     """A store cannot be opened, read or written as asked."""
 

@@ -1,0 +1,42 @@
+# Every target sets up what it needs: a virtual environment with the tested versions of all packages.
+PYTHON ?= python3
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest lint format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## Read four books of the Bible with a small model, and answer from them in a new process
+	$(BIN)/memstore demo
+
+test: lint  ## Run the linter, the type checker and all tests
+	$(BIN)/python -m pytest
+
+test-oldest: $(VENV_OLDEST)/.installed  ## Run all tests with the oldest supported packages
+	$(VENV_OLDEST)/bin/python -m pytest
+
+lint: $(VENV)/.installed  ## Run the linter, the format check and the type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed  ## Format the code and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove the virtual environments and everything that was built
+	rm -rf $(VENV) $(VENV_OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.installed: constraints.txt
+$(VENV_OLDEST)/.installed: constraints-oldest.txt
+%/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "memstore needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is not one. Name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+		exit 1; }
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(filter constraints%,$^) --editable '.[dev,demo]'
+	@touch $@

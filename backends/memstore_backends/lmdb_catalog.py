@@ -1,0 +1,173 @@
+"""The catalog of a store: a small LMDB environment, shared by all that have it open in one process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import lmdb
+import lmdb.verify
+import xxhash
+
+from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError, StoreError, StoreFullError
+
+CATALOG_MAP = 4 << 30  # address space, not disk: the file grows as records come. Equal in all processes, so that none
+MAX_READERS = 1024  #    has to resize its map (which would pull it from under a reader).
+_CHECKSUM = 16
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn errors of LMDB and of the file system into those of memstore."""
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise StoreFullError(f"{path} has reached the size it was opened for ({error}).") from error
+    except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
+        raise FormatError(f"{path} is not in the format of LMDB 0.9 ({error}). Restore it from a copy.") from error
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError) as error:
+        raise DamagedMemoryError(f"{path} is damaged ({error}). Restore it from a copy, or remove it.") from error
+    except (lmdb.Error, OSError) as error:
+        code = error.errno if isinstance(error, OSError) else error.code
+        if code in _FULL or isinstance(error, lmdb.DiskError):
+            message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
+            raise StoreFullError(message) from error
+        if code in _READ_ONLY or isinstance(error, lmdb.ReadonlyError):
+            raise ReadOnlyStoreError(f'{path} cannot be written ({error}). Open the store with mode="r".') from error
+        raise StoreError(f"{path}: {error}") from error
+
+
+class Catalog:
+    """Small records, each kept with a checksum over key and value.
+
+    LMDB forbids to open a file twice in one process, so instances are shared: get one with :meth:`acquire` and give it
+    back with :meth:`release`. After a fork the child opens the file anew at its first use.
+    """
+
+    _shared: ClassVar[dict[tuple[int, int], Catalog]] = {}
+    _guard: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, folder: Path, writable: bool) -> None:
+        self._folder, self._writable = folder, writable
+        self._lock = threading.RLock()
+        self._users = 0
+        self._check()
+        self._open()
+
+    @classmethod
+    def acquire(cls, folder: Path, writable: bool) -> Catalog:
+        """The catalog in ``folder``, which is created if ``writable``."""
+        with cls._guard, translated(folder):
+            catalog = cls._shared.get(_identity(folder))
+            if catalog is None:
+                catalog = cls(folder, writable)
+                cls._shared[_identity(folder)] = catalog
+            elif writable and not catalog._writable:
+                with catalog._lock:
+                    catalog._writable = True
+                    catalog._env.close()
+                    catalog._open()
+            catalog._users += 1
+            return catalog
+
+    def release(self) -> None:
+        with self._guard, self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._env.close()
+                for key in [key for key, catalog in self._shared.items() if catalog is self]:
+                    del self._shared[key]
+
+    def get(self, key: bytes) -> bytes | None:
+        with self._transaction() as transaction:
+            return _opened(key, transaction.get(key))
+
+    def items(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        found = []
+        with self._transaction() as transaction, transaction.cursor() as cursor:
+            if cursor.set_range(prefix):
+                for key, value in cursor:
+                    if not key.startswith(prefix):
+                        break
+                    found.append((key, _opened(key, value) or b""))
+        return found
+
+    def commit(
+        self, puts: Mapping[bytes, bytes], deletes: Iterable[bytes], expect: Mapping[bytes, bytes | None]
+    ) -> bool:
+        with self._transaction(write=True) as transaction:
+            if any(_opened(key, transaction.get(key)) != value for key, value in expect.items()):
+                return False
+            for key in deletes:
+                transaction.delete(key)
+            for key, value in puts.items():
+                transaction.put(key, xxhash.xxh3_128_digest(key + value) + value)
+        return True
+
+    @contextmanager
+    def _transaction(self, write: bool = False) -> Iterator[lmdb.Transaction[bytes]]:
+        with self._lock, translated(self._folder):
+            if self._process != os.getpid():
+                self._env.close()
+                self._open()
+            with self._env.begin(write=write) as transaction:
+                yield transaction
+
+    def _open(self) -> None:
+        # Without the lock file a reader does not hold back the pages it reads: a commit of another process during a
+        # read may then show as damage. It is given up only where it cannot be had.
+        lock_file = self._folder / "lock.mdb"
+        lock = os.access(lock_file if lock_file.exists() else self._folder, os.W_OK)
+        self._env = lmdb.open(
+            str(self._folder),
+            map_size=CATALOG_MAP,
+            max_readers=MAX_READERS,
+            readonly=not self._writable,
+            create=self._writable,
+            lock=self._writable or lock,
+            lib_version=0,
+        )
+        self._process = os.getpid()
+
+    def _check(self) -> None:
+        """Walk the file without liblmdb, which a damaged page can crash."""
+        data = self._folder / "data.mdb"
+        for attempt in range(5):
+            try:
+                problems = lmdb.verify.verify(str(data)) if data.exists() and data.stat().st_size else []
+            except lmdb.verify.VerifyError as error:
+                problems = [str(error)]
+            if not problems:
+                return
+            time.sleep(0.01 * 2**attempt)  # perhaps another process was writing
+        raise DamagedMemoryError(
+            f"The catalog {data} is damaged ({problems[0]}). Restore the store from a copy, or remove it and encode "
+            "its documents again."
+        )
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    try:
+        status = os.stat(folder / "data.mdb")
+    except FileNotFoundError:
+        return (0, 0)
+    return status.st_dev, status.st_ino
+
+
+def _opened(key: bytes, value: bytes | None) -> bytes | None:
+    if value is None:
+        return None
+    if value[:_CHECKSUM] != xxhash.xxh3_128_digest(key + value[_CHECKSUM:]):
+        raise DamagedMemoryError(
+            f"The catalog record {key.hex()} is damaged. Remove the memory it belongs to and encode its document "
+            "again, or restore the store from a copy."
+        )
+    return value[_CHECKSUM:]

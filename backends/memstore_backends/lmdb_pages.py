@@ -1,0 +1,138 @@
+"""The pages of an LMDB file that nobody writes to any more, read without liblmdb.
+
+A damaged file makes liblmdb end the process (SIGBUS, SIGABRT), so a sealed memory is never given to it. Its structure
+(meta, branch and leaf pages, the header of each overflow run) is walked here with every offset checked, and hashed; the
+hash is compared with the one taken when the memory was sealed. Values of half a page and more lie in overflow runs,
+16 bytes after the start of a page, and are not read by the walk.
+
+This is the file format of LMDB 0.9 on 64-bit little-endian machines; that of LMDB 1.0 has larger page headers, which
+would leave values unaligned.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+_HEADER = struct.Struct("<QHHHH")  # page number, pad, flags, lower, upper
+_META = struct.Struct("<II16x")  # magic, version, then address and map size
+_TREE = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch, leaf and overflow pages, entries, root
+_LAST = struct.Struct("<QQ")  # last page, transaction
+_NODE = struct.Struct("<HHHH")  # size or page (two halves), flags, key size
+
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_BRANCH, _LEAF, _OVERFLOW, _META_PAGE, _KINDS = 0x01, 0x02, 0x04, 0x08, 0x6F
+_IN_OVERFLOW = 0x01
+_NO_ROOT = 2**64 - 1
+
+
+class PageError(ValueError):
+    """The file is no LMDB file of the expected format, or its structure is damaged."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each value lies (offset and size in bytes, keys in byte order), and the hash of the structure."""
+
+    values: dict[bytes, tuple[int, int]]
+    digest: str
+
+
+def scan(fd: int) -> Layout:
+    """Walk the newest tree of the LMDB file open as ``fd``. Raises PageError, or OSError if the disk fails."""
+    try:
+        return _Walk(fd).layout()
+    except (struct.error, IndexError) as error:
+        raise PageError(f"a page is cut short ({error})") from error
+
+
+class _Walk:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        self.hash = xxhash.xxh3_128()
+        self.values: dict[bytes, tuple[int, int]] = {}
+        self.seen: set[int] = set()
+
+    def layout(self) -> Layout:
+        first = os.pread(self.fd, 256, 0)
+        self.page_size = _TREE.unpack_from(first, _HEADER.size + _META.size)[0]
+        if not 512 <= self.page_size <= 32768 or self.page_size & (self.page_size - 1):
+            raise PageError(f"{self.page_size} is no page size")
+        trees = [self._meta(number) for number in (0, 1)]
+        _, self.num_pages, entries, root = max(trees)
+        if self.num_pages * self.page_size > self.size:
+            raise PageError(f"{self.num_pages} pages do not fit into {self.size} bytes")
+        if root != _NO_ROOT:
+            self._tree(root)
+        if len(self.values) != entries:
+            raise PageError(f"{len(self.values)} records found, {entries} expected")
+        return Layout(self.values, self.hash.hexdigest())
+
+    def _meta(self, number: int) -> tuple[int, int, int, int]:
+        """Transaction, number of pages, number of records and root page of one of the two meta pages."""
+        page = os.pread(self.fd, self.page_size, number * self.page_size)
+        self.hash.update(page)
+        _, _, flags, _, _ = _HEADER.unpack_from(page)
+        magic, version = _META.unpack_from(page, _HEADER.size)
+        if not flags & _META_PAGE or magic != _MAGIC or version != _VERSION:
+            raise PageError(f"page {number} is no meta page of LMDB 0.9")
+        main = _HEADER.size + _META.size + _TREE.size
+        *_, entries, root = _TREE.unpack_from(page, main)
+        last_page, transaction = _LAST.unpack_from(page, main + _TREE.size)
+        return transaction, last_page + 1, entries, root
+
+    def _claim(self, number: int) -> None:
+        if not 2 <= number < self.num_pages or number in self.seen:
+            raise PageError(f"page {number} is out of range or used twice")
+        self.seen.add(number)
+
+    def _tree(self, root: int) -> None:
+        waiting = [root]
+        while waiting:
+            number = waiting.pop()
+            self._claim(number)
+            page = os.pread(self.fd, self.page_size, number * self.page_size)
+            self.hash.update(page)
+            own_number, _, flags, lower, upper = _HEADER.unpack_from(page)
+            kind = flags & _KINDS
+            if own_number != number or kind not in (_BRANCH, _LEAF) or not _HEADER.size <= lower <= upper <= len(page):
+                raise PageError(f"page {number} is no page of a tree")
+            nodes = struct.unpack_from(f"<{(lower - _HEADER.size) // 2}H", page, _HEADER.size)
+            if kind == _LEAF:
+                for node in nodes:
+                    self._record(page, number, node)
+            else:
+                children = []
+                for node in nodes:
+                    low, high, top, _ = _NODE.unpack_from(page, node)
+                    children.append(low | high << 16 | top << 32)
+                waiting.extend(reversed(children))
+
+    def _record(self, page: bytes, number: int, node: int) -> None:
+        low, high, flags, key_size = _NODE.unpack_from(page, node)
+        start = node + _NODE.size + key_size
+        size = low | high << 16
+        key = page[node + _NODE.size : start]
+        if flags == _IN_OVERFLOW:
+            run = int.from_bytes(page[start : start + 8], "little")
+            self._run(run, size)
+            self.values[key] = run * self.page_size + _HEADER.size, size
+        elif flags == 0 and start + size <= len(page):
+            self.values[key] = number * self.page_size + start, size
+        else:
+            raise PageError(f"a record of page {number} is damaged")
+
+    def _run(self, number: int, size: int) -> None:
+        self._claim(number)
+        header = os.pread(self.fd, _HEADER.size, number * self.page_size)
+        self.hash.update(header)
+        own_number, _, flags, low, high = _HEADER.unpack_from(header)
+        needed = (_HEADER.size - 1 + size) // self.page_size + 1
+        if own_number != number or flags & _KINDS != _OVERFLOW or low | high << 16 != needed:
+            raise PageError(f"page {number} does not start a value of {size} bytes")
+        if number + needed > self.num_pages:
+            raise PageError(f"the value at page {number} ends outside the file")

@@ -1,0 +1,230 @@
+"""Records in LMDB: one environment for the catalog, one write-once environment per memory.
+
+    <store>/catalog/data.mdb            names, manifests; its map is CATALOG_MAP bytes of address space, never resized
+    <store>/memories/<id>/data.mdb      the records of one memory
+
+**No view can outlive its memory map.** liblmdb unmaps a closed environment whatever still points into it, and it ends
+the process when it meets a damaged page. So it only writes a memory; a sealed one is mapped by Python's own ``mmap``,
+whose views hold the map by reference counting: a tensor made from a view stays valid after ``close`` of the reader, of
+the store, and after the removal of the file. The map is read-only: writing through such a tensor ends the process.
+Length and structure are compared with the seal before a view is given out (see ``lmdb_pages``). A file that another
+program cuts short while it is mapped still raises SIGBUS, as for every mapped file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from memstore.errors import DamagedMemoryError, StoreError, StoreInUseError, StoreNotFoundError
+from memstore.interfaces import Buffer, Mode, Options, RecordReader, RecordStore, RecordWriter
+from memstore_backends.lmdb_catalog import Catalog, translated
+from memstore_backends.lmdb_pages import Layout, PageError, scan
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_OWN_FOLDERS = {"catalog", "memories", "locks"}
+
+
+class LmdbRecords(RecordStore):
+    """The records of the store at ``path``, which is created if ``mode`` is "a"."""
+
+    def __init__(self, path: Path, mode: Mode, options: Options | None = None) -> None:
+        super().__init__(path, mode, options)
+        self._memories = path / "memories"
+        self._users: weakref.WeakSet[_Reader | _Writer] = weakref.WeakSet()
+        catalog = path / "catalog"
+        with translated(path):
+            if not (catalog / "data.mdb").is_file():
+                if mode == "r":
+                    raise StoreNotFoundError(f'There is no store at {path}. Check the path, or open it with mode="a".')
+                if path.exists() and not {entry.name for entry in path.iterdir()} <= _OWN_FOLDERS:
+                    raise StoreError(f"{path} is a folder with other files in it, no store. Choose another path.")
+            if mode == "a":
+                for folder in (catalog, self._memories):
+                    folder.mkdir(parents=True, exist_ok=True)
+                _sync(path)
+        self._catalog: Catalog | None = Catalog.acquire(catalog, writable=mode == "a")
+
+    def get(self, key: bytes) -> bytes | None:
+        return self._opened().get(key)
+
+    def items(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        return self._opened().items(prefix)
+
+    def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Iterable[bytes] = (),
+        expect: Mapping[bytes, bytes | None] | None = None,
+    ) -> bool:
+        return self._opened().commit(puts, deletes, expect or {})
+
+    def writer(self, memory_id: str, capacity: int) -> RecordWriter:
+        self._opened()
+        writer = _Writer(self._memories / memory_id, capacity)
+        self._users.add(writer)
+        return writer
+
+    def reader(self, memory_id: str, seal: Mapping[str, Any]) -> RecordReader:
+        self._opened()
+        reader = _Reader(self._memories / memory_id / "data.mdb", seal)
+        self._users.add(reader)
+        return reader
+
+    def delete(self, memory_id: str) -> None:
+        folder = self._memories / memory_id
+        with translated(folder):
+            if folder.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it too
+            if folder.exists():
+                shutil.rmtree(folder)
+
+    def memory_ids(self) -> list[str]:
+        with translated(self._memories):
+            return sorted(entry.name for entry in self._memories.iterdir() if _ID.fullmatch(entry.name))
+
+    def close(self) -> None:
+        if any(user.is_open for user in self._users):
+            raise StoreInUseError(f"A memory of {self.path} is open. Leave its attachment, or close it, first.")
+        if self._catalog is not None:
+            self._catalog.release()
+            self._catalog = None
+
+    def _opened(self) -> Catalog:
+        if self._catalog is None:
+            raise StoreError(f"The store {self.path} has been closed. Open it again with memstore.open().")
+        return self._catalog
+
+
+class _Writer(RecordWriter):
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self._folder, self._data = folder, folder / "data.mdb"
+        with translated(folder):
+            folder.mkdir(exist_ok=True)
+            if self._data.exists() and self._data.stat().st_size:
+                self._layout()
+            self._env: lmdb.Environment | None = lmdb.open(
+                str(folder),
+                # A value takes up to twice its size where it barely fails to fit into a leaf; unused map costs nothing.
+                map_size=2 * capacity + (64 << 20),
+                lock=False,  # the store lets one writer in, and readers only after the seal
+                meminit=False,
+                lib_version=0,  # LMDB 0.9, whose values are 16-byte aligned
+            )
+            _sync(folder)
+            _sync(folder.parent)
+
+    @property
+    def is_open(self) -> bool:
+        return self._env is not None
+
+    def get(self, key: bytes) -> bytes | None:
+        with translated(self._folder), self._opened().begin() as transaction:
+            return transaction.get(key)
+
+    def keys(self) -> Iterator[bytes]:
+        with translated(self._folder), self._opened().begin() as transaction, transaction.cursor() as cursor:
+            return iter(list(cursor.iternext(values=False)))
+
+    def put(self, records: Mapping[bytes, Buffer]) -> None:
+        with translated(self._folder), self._opened().begin(write=True) as transaction:
+            for key, value in records.items():
+                transaction.put(key, value)
+
+    def seal(self) -> dict[str, Any]:
+        self._opened()
+        self.close()
+        _sync(self._data)
+        return {"nbytes": self._data.stat().st_size, "structure": self._layout().digest}
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _layout(self) -> Layout:
+        with _file(self._data) as fd:
+            return _layout(self._data, fd)
+
+    def _opened(self) -> lmdb.Environment:
+        if self._env is None:
+            raise StoreError(f"The records in {self._folder} are no longer open for writing.")
+        return self._env
+
+
+class _Reader(RecordReader):
+    def __init__(self, data: Path, seal: Mapping[str, Any]) -> None:
+        self._data = data
+        layout, view = _mapped(data, seal)
+        self._map: memoryview | None = view
+        self._values = layout.values
+
+    @property
+    def is_open(self) -> bool:
+        return self._map is not None
+
+    def get(self, key: bytes) -> memoryview:
+        if self._map is None:
+            raise StoreError(f"{self._data} is no longer open for reading.")
+        if key not in self._values:
+            raise DamagedMemoryError(f"{self._data} lacks the record {key!r}.")
+        start, size = self._values[key]
+        view = self._map[start : start + size]
+        return view if start % 16 == 0 else memoryview(bytes(view))  # small values lie unaligned inside a leaf page
+
+    def keys(self) -> Iterator[bytes]:
+        return iter(self._values)
+
+    def close(self) -> None:
+        self._map = None  # unmapped when the last view of it is gone
+
+
+def _mapped(data: Path, seal: Mapping[str, Any]) -> tuple[Layout, memoryview]:
+    """The layout of a sealed file and a read-only map of it, once its length and structure are those of the seal."""
+    with _file(data) as fd:
+        size = os.fstat(fd).st_size
+        if size != seal["nbytes"]:
+            raise _damaged(data, f"it has {size} bytes instead of {seal['nbytes']}")
+        layout = _layout(data, fd)
+        if layout.digest != seal["structure"]:
+            raise _damaged(data, "its structure has changed")
+        return layout, memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+
+
+def _layout(data: Path, fd: int) -> Layout:
+    try:
+        return scan(fd)
+    except PageError as error:
+        raise _damaged(data, str(error)) from error
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[int]:
+    with translated(path):
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise _damaged(path, "it is missing") from error
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the entries of a folder, survive a power cut."""
+    with _file(path) as fd:
+        os.fsync(fd)
+
+
+def _damaged(data: Path, what: str) -> DamagedMemoryError:
+    return DamagedMemoryError(f"{data} is damaged: {what}. Remove the memory and encode its document again.")

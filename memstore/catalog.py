@@ -1,0 +1,51 @@
+"""The records of a store's catalog: its format, and one manifest per memory, complete or in progress."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeGuard
+
+import msgpack
+
+from memstore.errors import FormatError, StoreNotFoundError
+from memstore.interfaces import RecordStore
+from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR
+
+FORMAT = b"format"
+SEALED, PENDING = b"m", b"p"
+
+
+def is_name(name: object) -> TypeGuard[str]:
+    """Any text but the empty one, without NUL and without halves of surrogate pairs. A name never becomes a path."""
+    return isinstance(name, str) and name != "" and not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name)
+
+
+def key(kind: bytes, name: str) -> bytes:
+    """The key of a memory's manifest: of fixed length, because a name may be longer than any key."""
+    return kind + hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
+def check_format(records: RecordStore) -> None:
+    """Raises FormatError for a store that this version cannot read; marks an empty one as a store."""
+    value = records.get(FORMAT)
+    if value is None:
+        used = bool(records.memory_ids() or records.items(b""))
+        value = records.get(FORMAT)  # again: another process may just have created the store
+        if value is None and used:
+            raise FormatError(f"The catalog of {records.path} has lost its format record. Restore it from a copy.")
+        if value is None and records.mode == "r":
+            raise StoreNotFoundError(f'{records.path} holds no store yet. Open it with mode="a" to create one.')
+        if value is None:
+            record = {"format": "memstore", "major": FORMAT_MAJOR, "minor": FORMAT_MINOR}
+            records.commit({FORMAT: msgpack.packb(record)}, expect={FORMAT: None})
+            return
+    try:
+        record = msgpack.unpackb(value)
+        name, major, minor = record["format"], record["major"], record["minor"]
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise FormatError(f"{records.path} is no memstore store: its format record cannot be read.") from error
+    if name != "memstore" or major != FORMAT_MAJOR:
+        raise FormatError(
+            f"{records.path} has format {name} {major}.{minor}; this version of memstore reads format "
+            f"{FORMAT_MAJOR}. Install the version that wrote it, or encode its documents again in another folder."
+        )

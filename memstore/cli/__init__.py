@@ -1,0 +1,28 @@
+"""The command line. Nothing here loads torch before a model is needed."""
+
+from __future__ import annotations
+
+import typer
+
+from memstore.cli import generate, index, library, plugins
+from memstore.cli.common import reporting
+
+app = typer.Typer(
+    name="memstore",
+    help="Read documents once with a transformer, keep what it read, and answer from it in any later process.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("index")(reporting(index.index))
+app.command("list")(reporting(library.list_memories))
+app.command("show")(reporting(library.show))
+app.command("remove")(reporting(library.remove))
+app.command("verify")(reporting(library.verify))
+app.command("generate")(reporting(generate.generate))
+app.command("plugins")(reporting(plugins.plugins))
+
+
+def main() -> None:
+    """The ``memstore`` command."""
+    app()

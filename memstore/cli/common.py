@@ -1,0 +1,97 @@
+"""What all commands share: options, output, errors."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import memstore
+from memstore import config
+from memstore.errors import MemstoreError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from memstore.interfaces import Mode
+    from memstore.store import MemoryStore
+
+P = ParamSpec("P")
+
+# No markup: a memory may well be named "[draft]".
+out = Console(markup=False, highlight=False, emoji=False)
+err = Console(markup=False, highlight=False, emoji=False, stderr=True)
+
+StoreOption = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="The store. Default: the configured one.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write exactly one JSON document to standard output.")]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="MODEL", help="A hub name, a local directory, or a .gguf file.", show_default=False
+    ),
+]
+DtypeOption = Annotated[
+    Literal["float32", "float16", "bfloat16"],
+    typer.Option("--dtype", help="What the model computes in. A memory is read in the dtype it was written in."),
+]
+
+
+def reporting(function: Callable[P, None]) -> Callable[P, None]:
+    """A which must take ``as_json``, whose MemstoreError becomes one message and exit status 1."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except MemstoreError as error:
+            complain(str(error))
+            if kwargs["as_json"]:
+                write_json({"error": str(error)})
+            raise typer.Exit(1) from error
+
+    return run
+
+
+def complain(message: str) -> None:
+    """Write an error message to standard error."""
+    err.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+
+
+def write_json(document: Any) -> None:
+    """Write the one JSON document of a command."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def open_store(path: Path | None, mode: Mode) -> MemoryStore:
+    """The store at ``path``, or the configured one."""
+    return memstore.open(path or config.load().settings.store.path, mode)
+
+
+def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and its tokenizer, without progress bars of their own on the terminal."""
+    with err.status(f"Loading {name} …"):
+        from transformers.utils import logging
+
+        from memstore import models
+
+        logging.disable_progress_bar()
+        return models.load(name, dtype)
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes for people: ``1.5 MiB``."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"

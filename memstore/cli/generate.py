@@ -1,0 +1,84 @@
+"""``memstore generate``: let a model answer from memories."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memstore
+from memstore.cli.common import (
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    StoreOption,
+    load_model,
+    open_store,
+    out,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from memstore.memory import Memory
+    from memstore.provenance import Reading
+
+MOST_PASSAGES = 5
+EXCERPT = 200  # characters of a passage that are shown
+
+
+def generate(
+    model: ModelOption,
+    memory: Annotated[
+        list[str],
+        typer.Option("--memory", metavar="NAME", help="A memory to read; may be repeated.", show_default=False),
+    ],
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask. An encoder-decoder may be asked nothing.", show_default=False)
+    ] = None,
+    store: StoreOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with.")] = 1,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the passages that were read.")] = False,
+    dtype: DtypeOption = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a prompt with memories attached to the model that wrote them."""
+    with open_store(store, "r") as opened:
+        memories = [opened[name] for name in dict.fromkeys(memory)]  # a wrong name is told before the model is loaded
+        loaded, tokenizer = load_model(model, dtype)
+        with memstore.attach(loaded, *memories, explain=explain) as attached:
+            text = attached.generate(prompt, tokenizer=tokenizer, max_new_tokens=max_new_tokens, num_beams=num_beams)
+            passages = _passages(attached.provenance(), memories) if explain else []
+    if as_json:
+        write_json(
+            {"text": text, "memories": [m.name for m in memories], **({"passages": passages} if explain else {})}
+        )
+        return
+    out.print(text, soft_wrap=True)
+    for passage in passages:
+        where = f"{passage['document']}, characters {passage['start_char']}–{passage['end_char']}"
+        out.print(f"\n{passage['share']:.1%} of attention: {where}", style="dim", soft_wrap=True)
+        out.print(passage["text"], soft_wrap=True)
+
+
+def _passages(readings: Iterable[Reading], memories: list[Memory]) -> list[dict[str, Any]]:
+    """The passages that held most attention, as a mean over all steps and layers."""
+    by_name = {memory.name: memory for memory in memories}
+    masses: dict[tuple[str, int, int], float] = defaultdict(float)
+    moments = set()
+    for reading in readings:
+        masses[reading.document, reading.start_char, reading.end_char] += reading.mass
+        moments.add((reading.step, reading.row, reading.layer))
+    heaviest = sorted(masses.items(), key=lambda item: -item[1])[:MOST_PASSAGES]
+    return [
+        {
+            "document": name,
+            "start_char": start,
+            "end_char": end,
+            "share": mass / len(moments),
+            "text": " ".join(by_name[name].text[start:end].split())[:EXCERPT],
+        }
+        for (name, start, end), mass in heaviest
+    ]

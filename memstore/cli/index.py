@@ -1,0 +1,138 @@
+"""``memstore index``: read documents and keep what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from memstore import documents
+from memstore.cli.common import (
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    StoreOption,
+    complain,
+    err,
+    load_model,
+    open_store,
+    out,
+    size,
+    write_json,
+)
+from memstore.errors import DocumentError, MemstoreError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from memstore.store import MemoryStore
+
+
+def index(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE…",
+            help="Text files (UTF-8), folders, or - for standard input. A file is named by its name without suffix. "
+            f"In a folder every {', '.join(documents.SUFFIXES)} file is read, named by its path without suffix.",
+            show_default=False,
+        ),
+    ],
+    model: ModelOption,
+    store: StoreOption = None,
+    name: Annotated[str | None, typer.Option(help="Name of the memory, for a single file.", show_default=False)] = None,
+    dtype: DtypeOption = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Read documents with a model and keep what was read."""
+    if name is not None and (len(files) > 1 or Path(files[0]).is_dir()):
+        raise typer.BadParameter("names a single file, not several.", param_hint="--name")
+    found = documents.find(files)
+    if name is not None:
+        found = [documents.Document(name, found[0].path)]
+    indexed: list[dict[str, Any]] = []
+    failed: list[dict[str, str]] = []
+
+    def fail(document: documents.Document, error: MemstoreError) -> None:
+        message = str(error) if document.path in str(error) else f"{document.path}: {error}"
+        complain(message)
+        failed.append({"file": document.path, "error": message})
+
+    with ExitStack() as stack:
+        reader: tuple[PreTrainedModel, PreTrainedTokenizerBase, MemoryStore] | None = None
+        for document in found:
+            try:
+                text = document.read()
+            except DocumentError as error:
+                fail(document, error)
+                continue
+            if reader is None:  # not before there is something to read: a typing mistake should cost no time
+                reader = (*load_model(model, dtype), stack.enter_context(open_store(store, "a")))
+            loaded, tokenizer, opened = reader
+            try:
+                with ReadingProgress(document.name) as progress:
+                    memory = opened.encode(loaded, tokenizer, text, name=document.name, progress=progress)
+            except MemstoreError as error:
+                fail(document, error)
+                continue
+            indexed.append({"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes})
+            if not as_json:
+                out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}", soft_wrap=True)
+    if as_json:
+        write_json({"indexed": indexed, "failed": failed})
+    if failed:
+        if len(found) > 1:
+            complain(f"{len(failed)} of {len(found)} documents could not be indexed.")
+        raise typer.Exit(1)
+
+
+class ReadingProgress:
+    """Shows how far the reading of one document is: a bar on a terminal, one line at the end elsewhere."""
+
+    def __init__(self, name: str, get_time: Callable[[], float] = monotonic) -> None:
+        self.bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens"),
+            _Speed(),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+            get_time=get_time,
+        )
+        self._name, self._get_time = name, get_time
+        self._task = self.bar.add_task(name, total=None)
+        self._first: tuple[int, float] | None = None
+        self._done = 0
+
+    def __enter__(self) -> ReadingProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.bar.stop()
+        if kind is None and self._first is not None and not err.is_terminal:
+            tokens, seconds = self._done - self._first[0], self._get_time() - self._first[1]
+            err.print(f"{self._name}: {tokens:,} tokens in {seconds:.1f} s", soft_wrap=True)
+
+    def __call__(self, done_tokens: int, total_tokens: int) -> None:
+        self._done = done_tokens
+        if self._first is None:
+            # What an interrupted run had read already must not count as speed.
+            self._first = (done_tokens, self._get_time())
+            self.bar.reset(self._task, total=total_tokens, completed=done_tokens)
+        else:
+            self.bar.update(self._task, completed=done_tokens)
+
+
+class _Speed(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.0f} tokens/s" if task.speed else "")

@@ -1,0 +1,133 @@
+"""``memstore list``, ``show``, ``remove`` and ``verify``: what a store holds. None of them loads torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from memstore.cli.common import JsonOption, StoreOption, complain, open_store, out, size, write_json
+from memstore.errors import MemstoreError
+
+if TYPE_CHECKING:
+    from memstore.memory import Memory
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A memory of the store.", show_default=False)]
+
+
+def list_memories(store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """List the memories of a store."""
+    with open_store(store, "r") as opened:
+        memories = [_facts(memory) for memory in opened.memories()]
+    if as_json:
+        write_json({"memories": memories})
+        return
+    table = Table("name", "tokens", "size", "kind", "model", "written", box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"  # never an ellipsis: a name must be readable in full
+    for facts in memories:
+        written = facts["created"][:16].replace("T", " ")
+        table.add_row(
+            facts["name"], f"{facts['num_tokens']:,}", size(facts["nbytes"]), facts["kind"], facts["model"], written
+        )
+    out.print(table if memories else "The store is empty.")
+
+
+def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """Show what is known of a memory."""
+    with open_store(store, "r") as opened:
+        memory = opened[name]
+        manifest = memory.manifest
+        facts = _facts(memory) | {
+            "adapter": manifest.adapter,
+            "window": manifest.rule.window,
+            "overlap": manifest.rule.overlap,
+            "parts": {part: spec.model_dump(mode="json") for part, spec in manifest.parts.items()},
+            "has_text": manifest.has_text,
+            "device": manifest.device,
+            "document_digest": manifest.document_digest,
+            "metadata": memory.metadata,
+            "fingerprint": memory.fingerprint,
+        }
+    if as_json:
+        write_json(facts)
+        return
+    fingerprint, parts = facts.pop("fingerprint"), facts.pop("parts")
+    facts["nbytes"] = f"{facts['nbytes']:,} ({size(facts['nbytes'])})"
+    facts["parts"] = _parts_in_words(parts)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in facts.items():
+        table.add_row(key.replace("_", " "), str(value))
+    for key, value in fingerprint.items():
+        table.add_row(f"fingerprint: {key}", str(value))
+    out.print(table)
+
+
+def remove(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Memories of the store.", show_default=False)],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove memories from a store and give their space back."""
+    removed: list[str] = []
+    failed: list[dict[str, str]] = []
+    with open_store(store, "r"):
+        pass  # mode "a" alone would create a store where a mistyped path leads
+    with open_store(store, "a") as opened:
+        for name in names:
+            try:
+                del opened[name]
+            except MemstoreError as error:
+                complain(str(error))
+                failed.append({"name": name, "error": str(error)})
+                continue
+            removed.append(name)
+            if not as_json:
+                out.print(f"Removed {name}.", soft_wrap=True)
+    if as_json:
+        write_json({"removed": removed, "failed": failed})
+    if failed:
+        raise typer.Exit(1)
+
+
+def verify(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A memory; by default all.", show_default=False)
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every byte of one memory or of all. Exit status 1 if any is damaged."""
+    with open_store(store, "r") as opened:
+        results = opened.verify(name)
+    for result in results:
+        if not result.ok:
+            complain(f"{result.name} is damaged: {' '.join(result.problems)}")
+        elif not as_json:
+            out.print(f"{result.name} is intact.", soft_wrap=True)
+    if as_json:
+        write_json({"memories": [dataclasses.asdict(result) for result in results]})
+    if not all(result.ok for result in results):
+        raise typer.Exit(1)
+
+
+def _facts(memory: Memory) -> dict[str, Any]:
+    return {
+        "name": memory.name,
+        "kind": memory.kind,
+        "num_tokens": memory.num_tokens,
+        "nbytes": memory.nbytes,
+        "model": memory.fingerprint.get("model_class", "unknown"),
+        "created": datetime.fromtimestamp(memory.manifest.created).astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _parts_in_words(parts: dict[str, Any]) -> str:
+    """``60 parts, float32 [3, 64]``: all layers have the same geometry, mostly."""
+    shapes = sorted({f"{spec['dtype']} {list(spec['shape'])}" for spec in parts.values()})
+    return f"{len(parts)} of {', '.join(shapes)} a token"

@@ -1,0 +1,240 @@
+"""A memory: what one model holds of one document."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from memstore.errors import DamagedMemoryError, StoreError
+from memstore.interfaces import Buffer, RecordReader
+from memstore.manifest import Manifest, PartSpec
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from memstore.store import MemoryStore
+
+Verify = Literal["open", "lazy", "off"]
+Int32 = npt.NDArray[np.int32]
+
+TEXT, TOKEN_IDS, OFFSETS = b"dtext", b"dids", b"doffsets"
+CHECKSUM = b"c"  # + the key of a value: its xxh3_128, a record so small that it lies in the structure
+
+_checked: dict[tuple[str, str], set[bytes]] = {}  # values that this process has verified, by store and memory
+
+
+def block_key(part: str, i: int) -> bytes:
+    return b"b" + i.to_bytes(4, "big") + part.encode()
+
+
+def prefix_key(part: str) -> bytes:
+    return b"p" + part.encode()
+
+
+def checksum(value: Buffer) -> bytes:
+    return xxhash.xxh3_128_digest(value)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is kept of a document beside its vectors.
+
+    token_ids: int32 [n]; offsets: int32 [n, 2], the half-open character span of each token in ``text``.
+    """
+
+    text: str | None = None
+    token_ids: Int32 | None = None
+    offsets: Int32 | None = None
+
+
+class Memory:
+    """A memory of a store: cheap to have, it opens its file only when asked for text, tokens or vectors."""
+
+    def __init__(self, store: MemoryStore, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+
+    def __repr__(self) -> str:
+        return f"<Memory {self.name!r}: {self.num_tokens} tokens, {self.kind}, {self.nbytes} bytes>"
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def num_tokens(self) -> int:
+        return self.manifest.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return int((self.manifest.seal or {})["nbytes"])
+
+    @property
+    def kind(self) -> str:
+        return self.manifest.kind
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return dict(self.manifest.fingerprint)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return dict(self.manifest.metadata)
+
+    def open(self, verify: Verify = "lazy") -> OpenMemory:
+        """Open the vectors for reading. ``verify``: check all checksums now ("open"), each value's at its first touch
+        in this process ("lazy"), or none ("off").
+
+        Raises DamagedMemoryError if the file is not as it was sealed, MemoryNotFoundError if it has been removed.
+        """
+        return OpenMemory(self, verify)
+
+    @cached_property
+    def text(self) -> str | None:
+        """The document, or None where only token ids or features were given."""
+        with self.open() as opened:
+            return bytes(opened.value(TEXT)).decode() if self.manifest.has_text else None
+
+    @cached_property
+    def token_ids(self) -> Int32 | None:
+        """int32 [num_tokens], or None where the document has no tokens."""
+        with self.open() as opened:
+            return np.frombuffer(bytes(opened.value(TOKEN_IDS)), "<i4") if self.manifest.has_ids else None
+
+    @cached_property
+    def offsets(self) -> Int32 | None:
+        """int32 [num_tokens, 2]: the half-open character span of each token, or None where they are not known."""
+        with self.open() as opened:
+            if OFFSETS not in opened.keys:
+                return None
+            return np.frombuffer(bytes(opened.value(OFFSETS)), "<i4").reshape(-1, 2)
+
+    def chars(self, start_token: int, end_token: int) -> tuple[int, int]:
+        """The character span of tokens ``start_token`` to ``end_token`` (excluded).
+
+        Special tokens, whose span is empty, do not count; if there are only such, the span is (0, 0).
+        """
+        if self.offsets is None:
+            raise StoreError(f"Memory {self.name!r} has no character offsets: it was written without a text.")
+        if not 0 <= start_token <= end_token <= self.num_tokens:
+            raise IndexError(f"Tokens {start_token} to {end_token} are not within 0 to {self.num_tokens}.")
+        spans = self.offsets[start_token:end_token]
+        spans = spans[spans[:, 0] < spans[:, 1]]
+        return (int(spans[:, 0].min()), int(spans[:, 1].max())) if len(spans) else (0, 0)
+
+    def passage(self, start_token: int, end_token: int) -> str:
+        """The text of tokens ``start_token`` to ``end_token`` (excluded)."""
+        start, end = self.chars(start_token, end_token)
+        return (self.text or "")[start:end]
+
+
+class OpenMemory:
+    """The vectors of a memory, mapped from disk. A context manager.
+
+    Tensors are read-only views of the map: writing to one in place ends the process. They hold the map themselves, so
+    they stay valid after :meth:`close`, and after the memory's removal.
+    """
+
+    def __init__(self, memory: Memory, verify: Verify) -> None:
+        self.memory, self.manifest = memory, memory.manifest
+        self._verify = verify
+        self._reader: RecordReader = memory.store.reader(self.manifest)
+        self.keys = frozenset(self._reader.keys())
+        self._checked = _checked.setdefault((str(memory.store.path), self.manifest.id), set())
+        if verify == "open":
+            try:
+                self._checked.clear()
+                for key in sorted(self.keys):
+                    if not key.startswith(CHECKSUM):
+                        self.value(key)
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> OpenMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def value(self, key: bytes) -> memoryview:
+        """A record's bytes, verified (a checksum is verified as part of the structure)."""
+        view = self._reader.get(key)
+        if self._verify != "off" and not key.startswith(CHECKSUM) and key not in self._checked:
+            if checksum(view) != self._reader.get(CHECKSUM + key):
+                raise DamagedMemoryError(
+                    f"Memory {self.memory.name!r} is damaged: the bytes of {key!r} differ from those written. Remove "
+                    "it and encode the document again."
+                )
+            self._checked.add(key)
+        return view
+
+    def block(self, part: str, i: int) -> torch.Tensor:
+        """Block ``i`` of a part without copying: [rows, *shape], where all blocks but the last have ``block_tokens``
+        rows."""
+        spec = self._part(part)
+        if not 0 <= i < self.manifest.num_blocks:
+            raise IndexError(f"Memory {self.memory.name!r} has blocks 0 to {self.manifest.num_blocks - 1}, no {i}.")
+        return _tensor(self.value(block_key(part, i)), spec)
+
+    def blocks(self, part: str) -> list[torch.Tensor]:
+        """All blocks of a part, in order."""
+        return [self.block(part, i) for i in range(self.manifest.num_blocks)]
+
+    def rows(self, part: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` (excluded) of a part: [stop - start, *shape], a view if they lie in one block."""
+        import torch
+
+        if not 0 <= start <= stop <= self.manifest.num_tokens:
+            raise IndexError(f"Rows {start} to {stop} are not within 0 to {self.manifest.num_tokens}.")
+        size = self.manifest.block_tokens
+        first, last = start // size, max(start, stop - 1) // size
+        if first == self.manifest.num_blocks:  # an empty range at the very end
+            first = last = first - 1
+        blocks = [self.block(part, i) for i in range(first, last + 1)]
+        rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return rows[start - first * size : stop - first * size]
+
+    def prefix(self, part: str) -> torch.Tensor:
+        """The vectors of the prefix that was encoded before the document: [len(prefix_ids), *shape]."""
+        spec = self._part(part)
+        return _tensor(self.value(prefix_key(part)) if self.manifest.prefix_ids else memoryview(b""), spec)
+
+    def _part(self, part: str) -> PartSpec:
+        if part not in self.manifest.parts:
+            raise KeyError(f"Memory {self.memory.name!r} has the parts {sorted(self.manifest.parts)}, no {part!r}.")
+        return self.manifest.parts[part]
+
+
+_warned = threading.Lock()
+_silenced = False
+
+
+def _tensor(view: memoryview, spec: PartSpec) -> torch.Tensor:
+    """A tensor [rows, *shape] over the bytes, which it keeps alive."""
+    global _silenced
+    import torch
+
+    if not view:
+        return torch.empty((0, *spec.shape), dtype=getattr(torch, spec.dtype))
+    if not _silenced:
+        with _warned, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once per process that a read-only buffer must not be written
+            torch.frombuffer(b"\0", dtype=torch.uint8)
+            _silenced = True
+    return torch.frombuffer(view, dtype=getattr(torch, spec.dtype)).view(-1, *spec.shape)

@@ -1,0 +1,136 @@
+"""Writing a memory block by block, so that an interruption costs one block at most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+
+import xxhash
+
+from memstore.errors import DocumentError, StoreError
+from memstore.interfaces import Buffer, RecordWriter
+from memstore.manifest import Manifest
+from memstore.memory import CHECKSUM, OFFSETS, TEXT, TOKEN_IDS, Document, Memory, block_key, checksum, prefix_key
+
+
+def block_keys(manifest: Manifest, i: int) -> set[bytes]:
+    return {block_key(part, i) for part in manifest.parts}
+
+
+def expected_keys(manifest: Manifest) -> set[bytes]:
+    """The values that a complete memory holds at least."""
+    keys = {key for i in range(manifest.num_blocks) for key in block_keys(manifest, i)}
+    if manifest.prefix_ids:
+        keys |= {prefix_key(part) for part in manifest.parts}
+    return keys | ({TEXT} if manifest.has_text else set()) | ({TOKEN_IDS} if manifest.has_ids else set())
+
+
+def content_digest(keys: Iterable[bytes], get: Callable[[bytes], bytes | memoryview]) -> str:
+    """A hash over all values, by way of their checksums: equal for equal content, however the file came about."""
+    digest = xxhash.xxh3_128()
+    for key in sorted(key for key in keys if not key.startswith(CHECKSUM)):
+        digest.update(len(key).to_bytes(2, "big") + key + bytes(get(CHECKSUM + key)))
+    return digest.hexdigest()
+
+
+class MemoryWriter:
+    """Receives the blocks of one memory in order. A context manager.
+
+    Leaving it without :meth:`finish` keeps what was committed: creating the same memory again resumes after
+    ``num_done`` tokens. Until :meth:`finish` no reader sees any of it.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        records: RecordWriter,
+        seal: Callable[[Manifest], Memory],
+        release: Callable[[], None],
+    ) -> None:
+        self.manifest = manifest
+        self._records, self._seal, self._release = records, seal, release
+        keys = set(records.keys())
+        self._blocks_done = 0
+        while self._blocks_done < manifest.num_blocks and block_keys(manifest, self._blocks_done) <= keys:
+            self._blocks_done += 1
+
+    @property
+    def num_done(self) -> int:
+        """Tokens committed so far."""
+        return min(self._blocks_done * self.manifest.block_tokens, self.manifest.num_tokens)
+
+    def __enter__(self) -> MemoryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End writing; what was committed stays for resuming."""
+        self._records.close()
+        self._release()
+
+    def append(self, block: Mapping[str, Buffer]) -> None:
+        """Commit the next block: for each part the bytes of [rows, *shape], C-contiguous.
+
+        ``rows`` is ``block_tokens``, or what remains for the last block. Raises DocumentError for wrong parts or
+        sizes, StoreFullError when the disk is full.
+        """
+        rows = min(self.manifest.block_tokens, self.manifest.num_tokens - self.num_done)
+        if rows == 0:
+            raise DocumentError(f"Memory {self.manifest.name!r} already holds all its {self.num_done} tokens.")
+        i = self._blocks_done
+        self._put({block_key(part, i): value for part, value in self._valid(block, rows).items()})
+        self._blocks_done += 1
+
+    def put_prefix(self, parts: Mapping[str, Buffer]) -> None:
+        """Commit the vectors of the prefix: for each part the bytes of [len(prefix_ids), *shape]."""
+        values = self._valid(parts, len(self.manifest.prefix_ids))
+        self._put({prefix_key(part): value for part, value in values.items()})
+
+    def put_document(self, document: Document) -> None:
+        """Commit text, token ids and offsets."""
+        values: dict[bytes, Buffer] = {}
+        if document.text is not None:
+            values[TEXT] = document.text.encode()
+        if document.token_ids is not None:
+            values[TOKEN_IDS] = document.token_ids.astype("<i4").tobytes()
+        if document.offsets is not None:
+            values[OFFSETS] = document.offsets.astype("<i4").tobytes()
+        self._put({key: value for key, value in values.items() if self._records.get(CHECKSUM + key) != checksum(value)})
+
+    def finish(self) -> Memory:
+        """Seal the memory and make it visible. Raises StoreError if a block or the prefix is missing."""
+        keys = frozenset(self._records.keys())
+        missing = sorted(expected_keys(self.manifest) - keys)
+        if missing:
+            raise StoreError(
+                f"Memory {self.manifest.name!r} is not complete: it has {self.num_done} of {self.manifest.num_tokens} "
+                f"tokens, and lacks {missing[0]!r}."
+            )
+        digest = content_digest(keys, self._stored_checksum)
+        memory = self._seal(self.manifest.model_copy(update={"digest": digest, "seal": self._records.seal()}))
+        self.close()
+        return memory
+
+    def _stored_checksum(self, key: bytes) -> bytes:
+        return self._records.get(key) or b""
+
+    def _valid(self, parts: Mapping[str, Buffer], rows: int) -> dict[str, memoryview]:
+        if parts.keys() != self.manifest.parts.keys():
+            raise DocumentError(f"Parts {sorted(parts)} were given instead of {sorted(self.manifest.parts)}.")
+        views = {part: memoryview(value).cast("B") for part, value in parts.items()}
+        for part, view in views.items():
+            spec = self.manifest.parts[part]
+            if view.nbytes != rows * spec.token_bytes:
+                raise DocumentError(
+                    f"Part {part!r} has {view.nbytes} bytes instead of {rows * spec.token_bytes} ({rows} tokens of "
+                    f"{math.prod(spec.shape)} {spec.dtype} values)."
+                )
+        return views
+
+    def _put(self, values: Mapping[bytes, Buffer]) -> None:
+        self._records.put({**values, **{CHECKSUM + key: checksum(value) for key, value in values.items()}})

@@ -1,0 +1,54 @@
+"""A model and its tokenizer by one name: a hub name, a local directory, or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model, ready to read (evaluation mode), and its tokenizer. Code that a model brings is never run.
+
+    Raises ModelLoadError with the reason when there is no such model or transformers cannot load it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    source, options = _source(name)
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        model = _auto_class(config).from_pretrained(source, dtype=getattr(torch, dtype), **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # what is missing, unknown, damaged, or needs another package raises many kinds
+        reason = str(error).strip() or type(error).__name__
+        raise ModelLoadError(f"Cannot load the model {name!r}: {reason}") from error
+    return model.eval(), tokenizer
+
+
+def _source(name: str) -> tuple[str, dict[str, Any]]:
+    """What ``from_pretrained`` is given."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"Cannot load the model {name!r}: there is no such file.")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        return str(path), {}
+    if path.exists() or path.is_absolute():  # a hub name is neither, and no hub needs to be asked
+        raise ModelLoadError(f"Cannot load the model {name!r}: it is neither a directory nor a GGUF file.")
+    return name, {}
+
+
+def _auto_class(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    if config.model_type == "whisper":
+        return AutoModelForSpeechSeq2Seq
+    return AutoModelForSeq2SeqLM

@@ -1,0 +1,169 @@
+"""Memories in progress: who may write one, how an interrupted one is resumed, and how its space is given back.
+
+A memory's pending manifest is committed before its first byte is written, and becomes its sealed manifest in one
+commit. So whatever lies in the store and is named by neither kind of manifest belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import filelock
+
+from memstore.catalog import PENDING, SEALED, is_name, key
+from memstore.errors import (
+    DamagedMemoryError,
+    DocumentError,
+    FormatError,
+    MemoryBusyError,
+    MemoryExistsError,
+    StoreError,
+    StoreFullError,
+)
+from memstore.interfaces import RecordStore
+from memstore.manifest import Manifest
+from memstore.memory import Document, Memory
+from memstore.memory_writer import MemoryWriter
+
+if TYPE_CHECKING:
+    from memstore.store import MemoryStore
+
+
+def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWriter:
+    """A writer for ``draft``, or for what an interrupted writer of an equal manifest left."""
+    records = store.records
+    packed = _pack(draft, document)
+    pending_key, sealed_key = key(PENDING, draft.name), key(SEALED, draft.name)
+    while True:
+        if records.get(sealed_key) is not None:
+            raise MemoryExistsError(
+                f"{records.path} already holds a memory named {draft.name!r}. Remove it, or choose another name."
+            )
+        value = records.get(pending_key)
+        manifest = draft if value is None else Manifest.unpack(value)
+        if not _same(manifest, draft):
+            drop(records, draft.name)
+            continue
+        lock = _acquire(records, manifest)
+        if value is None:
+            certain = records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: None})
+        else:
+            certain = records.get(pending_key) == value
+        if certain:
+            return _writer(store, manifest, value or packed, document, lock)
+        _discard(lock)  # another process was faster: look again
+
+
+def drop(records: RecordStore, name: str) -> bool:
+    """Give back the space of a memory in progress. False if there is none of this name.
+
+    Raises MemoryBusyError while it is being written.
+    """
+    pending_key = key(PENDING, name)
+    try:
+        value = records.get(pending_key)
+        manifest = None if value is None else Manifest.unpack(value)
+    except (DamagedMemoryError, FormatError):  # its id cannot be read: reclaim() gives the space back
+        return records.commit({}, [pending_key])
+    if manifest is None:
+        return False
+    lock = _acquire(records, manifest)
+    dropped = records.commit({}, [pending_key], {pending_key: value})
+    if dropped:
+        records.delete(manifest.id)
+    _discard(lock)
+    return dropped
+
+
+def reclaim(records: RecordStore) -> None:
+    """Give back the space that no manifest names, such as that of a removal that was interrupted."""
+    ids = records.memory_ids()  # before the catalog is read, so that a memory started meanwhile is not among them
+    try:
+        snapshot = records.items(b"")  # both kinds from one moment: a memory may change from one to the other
+        named = {Manifest.unpack(value).id for each, value in snapshot if each[:1] in (SEALED, PENDING)}
+    except StoreError:
+        return  # a manifest that cannot be read may name any of them
+    for memory_id in set(ids) - named:
+        records.delete(memory_id)
+
+
+def _writer(
+    store: MemoryStore, manifest: Manifest, packed: bytes, document: Document, lock: filelock.BaseFileLock
+) -> MemoryWriter:
+    records = store.records
+    capacity = manifest.vector_bytes + 128 * (manifest.num_blocks + 1) * len(manifest.parts)
+    capacity += 4 * len(document.text or "") + 12 * manifest.num_tokens + 4096
+
+    def seal(sealed: Manifest) -> Memory:
+        pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
+        expect = {pending_key: packed, sealed_key: None}
+        if not records.commit({sealed_key: sealed.pack()}, [pending_key], expect):
+            raise StoreError(f"Memory {manifest.name!r} was removed while it was being written.")
+        _discard(lock)
+        return Memory(store, sealed)
+
+    try:
+        try:
+            opened = records.writer(manifest.id, capacity)
+        except DamagedMemoryError:  # it was never complete, so nothing is lost by starting again
+            records.delete(manifest.id)
+            opened = records.writer(manifest.id, capacity)
+        writer = MemoryWriter(manifest, opened, seal, lock.release)
+        writer.put_document(document)
+    except BaseException:
+        opened.close()
+        lock.release()
+        raise
+    return writer
+
+
+def _pack(draft: Manifest, document: Document) -> bytes:
+    """The draft's bytes. Raises DocumentError if it or the document cannot be kept as it is."""
+    if not is_name(draft.name):
+        raise DocumentError(
+            f"{draft.name!r} cannot be a name: it must hold at least one character, no NUL and no half of a surrogate "
+            "pair."
+        )
+    if draft.seal is not None or draft.digest is not None:
+        raise DocumentError(f"The manifest of {draft.name!r} is that of a complete memory, not a draft.")
+    if draft.has_text != (document.text is not None) or draft.has_ids != (document.token_ids is not None):
+        raise DocumentError(f"The manifest of {draft.name!r} and its document differ in having a text or token ids.")
+    for array, shape in ((document.token_ids, (draft.num_tokens,)), (document.offsets, (draft.num_tokens, 2))):
+        if array is not None and array.shape != shape:
+            raise DocumentError(f"The document {draft.name!r} has an array of shape {array.shape}, not {shape}.")
+    try:
+        (document.text or "").encode()
+        return draft.pack()
+    except (ValueError, OverflowError, TypeError) as error:
+        raise DocumentError(f"The text or metadata of {draft.name!r} cannot be kept: {error}.") from error
+
+
+def _same(pending: Manifest, draft: Manifest) -> bool:
+    own = {"id", "created"}
+    return pending.model_dump(exclude=own) == draft.model_dump(exclude=own)
+
+
+def _acquire(records: RecordStore, manifest: Manifest) -> filelock.BaseFileLock:
+    """The lock of a memory's one writer. The system releases it when the process ends, in whatever way."""
+    path = records.path / "locks" / f"{manifest.id}.lock"
+    lock = filelock.FileLock(path, timeout=0, thread_local=False)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise MemoryBusyError(
+            f"Another process is encoding {manifest.name!r}. Wait for it, or choose another name."
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(f"The disk that holds {records.path} is full. Free some space and repeat.") from error
+        raise StoreError(f"{path} cannot be locked: {error}") from error
+    return lock
+
+
+def _discard(lock: filelock.BaseFileLock) -> None:
+    # Who has opened the file before it goes finds, once it holds the lock, that the pending manifest has changed.
+    Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release()

@@ -1,0 +1,117 @@
+"""The plugins that are installed, found through their entry points.
+
+Listing imports nothing of a plugin; loading imports that plugin alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from memstore.errors import PluginError, UnsupportedModelError
+
+BACKENDS = "memstore.backends"
+ADAPTERS = "memstore.adapters"
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """An installed plugin; ``value`` is where it is defined, as ``module:class``."""
+
+    name: str
+    group: str
+    distribution: str
+    version: str
+    value: str
+
+
+def plugins(group: str | None = None) -> list[PluginInfo]:
+    """The installed plugins of one group, or of both, ordered by group and name.
+
+    Raises PluginError when two distributions define one name.
+    """
+    groups = (ADAPTERS, BACKENDS) if group is None else (group,)
+    return [_info(entry) for each in groups for entry in _entries(each).values()]
+
+
+def load(group: str, name: str, base: type | None = None) -> type[Any]:
+    """Import a plugin and return its class, which must derive from ``base`` if that is given.
+
+    Raises PluginError when the name is unknown, defined twice, cannot be imported, or is of another kind.
+    """
+    known = _entries(group)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise PluginError(f"No plugin of {group} is named {name!r}.{hint} Installed: {', '.join(known) or 'none'}.")
+    loaded = _import(known[name])
+    if base is not None and not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise PluginError(f"Plugin {name!r} of {group} is no {base.__name__}, so it cannot be used as one.")
+    return loaded
+
+
+def adapter_for(model: Any) -> type[Any]:
+    """The adapter class for a transformers model, by its ``config.model_type``.
+
+    Raises UnsupportedModelError when none knows it, PluginError when two claim it.
+    """
+    model_type = model.config.model_type
+    claims: dict[str, type[Any]] = {}
+    supported: set[str] = set()
+    broken: list[str] = []
+    for name in _entries(ADAPTERS):
+        try:
+            adapter = load(ADAPTERS, name)
+        except PluginError as error:  # an adapter that lacks its library must not disable the others
+            broken.append(str(error))
+            continue
+        supported.update(adapter.model_types)
+        if model_type in adapter.model_types:
+            claims[name] = adapter
+    if len(claims) > 1:
+        raise PluginError(
+            f"The adapters {' and '.join(claims)} both claim model_type {model_type!r}. "
+            "Uninstall the distribution of one of them (`memstore plugins` shows them)."
+        )
+    if not claims:
+        known = ", ".join(sorted(supported)) or "none"
+        raise UnsupportedModelError(
+            " ".join([f"No adapter knows model_type {model_type!r}. Supported: {known}.", *broken])
+        )
+    return claims.popitem()[1]
+
+
+def _entries(group: str) -> dict[str, EntryPoint]:
+    entries: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+        other = entries.setdefault(entry.name, entry)
+        if other is not entry:
+            raise PluginError(
+                f"{_info(other).distribution} and {_info(entry).distribution} both define the plugin "
+                f"{entry.name!r} of {group}. Uninstall one of them."
+            )
+    return entries
+
+
+def _info(entry: EntryPoint) -> PluginInfo:
+    # Entry points that importlib found always carry their distribution; only hand-made ones lack it.
+    distribution, version = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown", "unknown")
+    return PluginInfo(entry.name, entry.group, distribution, version, entry.value)
+
+
+def _import(entry: EntryPoint) -> type[Any]:
+    what = f"Plugin {entry.name!r} ({entry.value}) of {_info(entry).distribution}"
+    try:
+        loaded: type[Any] = entry.load()
+    except ModuleNotFoundError as error:
+        missing = error.name or str(error)
+        if missing.partition(".")[0] == entry.module.partition(".")[0]:
+            raise PluginError(f"{what} does not exist there. Reinstall {_info(entry).distribution}.") from error
+        raise PluginError(
+            f"{what} needs the module {missing!r}. Install the package that provides it and repeat."
+        ) from error
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"{what} cannot be imported: {error}") from error
+    return loaded

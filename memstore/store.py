@@ -1,0 +1,193 @@
+"""The store: memories by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from memstore import catalog, pending, registry
+from memstore.catalog import SEALED, is_name, key
+from memstore.errors import (
+    DamagedMemoryError,
+    FormatError,
+    MemoryNotFoundError,
+    ReadOnlyStoreError,
+    StoreError,
+    StoreInUseError,
+)
+from memstore.interfaces import Mode, RecordReader, RecordStore
+from memstore.manifest import Manifest
+from memstore.memory import Document, Memory
+from memstore.memory_writer import MemoryWriter
+
+if TYPE_CHECKING:
+    from memstore.verify import VerifyResult
+
+
+def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str = "lmdb") -> MemoryStore:
+    """Open the store at ``path``: for reading and writing, created if it is missing ("a"), or read-only ("r").
+
+    Raises StoreNotFoundError, ReadOnlyStoreError, FormatError (another format), DamagedMemoryError (the catalog).
+    """
+    if mode not in ("a", "r"):
+        raise ValueError(f'mode is "a" or "r", not {mode!r}.')
+    return MemoryStore(Path(path).resolve(), mode, records)
+
+
+class MemoryStore:
+    """A collection of memories in a folder. Get one with :func:`memstore.open`; a context manager."""
+
+    def __init__(self, path: Path, mode: Mode, backend: str) -> None:
+        self.path, self.mode, self.backend = path, mode, backend
+        self.records: RecordStore = registry.load(registry.BACKENDS, backend, RecordStore)(path, mode)
+        try:
+            catalog.check_format(self.records)
+            if mode == "a":
+                pending.reclaim(self.records)
+        except BaseException:
+            self.records.close()
+            raise
+
+    def __enter__(self) -> MemoryStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except StoreInUseError:
+            if error is None:  # else it would hide what went wrong inside
+                raise
+
+    def close(self) -> None:
+        """Raises StoreInUseError while a memory of it is open."""
+        self.records.close()
+
+    def __repr__(self) -> str:
+        return f"<MemoryStore {str(self.path)!r}, mode {self.mode!r}>"
+
+    def memories(self) -> list[Memory]:
+        """All memories, sorted by name, as they were at one moment."""
+        manifests = [Manifest.unpack(value) for _, value in self.records.items(SEALED)]
+        return [Memory(self, manifest) for manifest in sorted(manifests, key=lambda manifest: manifest.name)]
+
+    def names(self) -> list[str]:
+        """The names of all memories, sorted."""
+        return [memory.name for memory in self.memories()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.records.items(SEALED))
+
+    def __contains__(self, name: object) -> bool:
+        return is_name(name) and self.records.get(key(SEALED, str(name))) is not None
+
+    def __getitem__(self, name: str) -> Memory:
+        """Raises MemoryNotFoundError."""
+        value = self.records.get(key(SEALED, name)) if is_name(name) else None
+        if value is None:
+            raise self._not_found(name)
+        return Memory(self, Manifest.unpack(value))
+
+    def __delitem__(self, name: str) -> None:
+        """Remove a memory, or what an interrupted encoding left under this name. Who has it open keeps reading.
+
+        Raises MemoryNotFoundError, MemoryBusyError (another process is encoding it).
+        """
+        self._check_writable()
+        if not is_name(name):
+            raise self._not_found(name)
+        sealed_key = key(SEALED, name)
+        try:
+            value = self.records.get(sealed_key)
+            memory_id = Manifest.unpack(value).id if value else None
+        except (DamagedMemoryError, FormatError):  # its id cannot be read: the next opening gives the space back
+            self.records.commit({}, [sealed_key])
+            return
+        if memory_id is None:
+            if not pending.drop(self.records, name):
+                raise self._not_found(name)
+        elif self.records.commit({}, [sealed_key], {sealed_key: value}):
+            self.records.delete(memory_id)
+        else:
+            raise self._not_found(name)  # another process was faster
+
+    def encode(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        text: str | None = None,
+        *,
+        name: str,
+        input_ids: Any = None,
+        input_features: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        window: int | None = None,
+        overlap: int | None = None,
+        dtype: Any = None,
+        batch_size: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Memory:
+        """Let ``model`` read a document and keep what it read under ``name``: see :func:`memstore.encode.encode`."""
+        from memstore.encode import encode
+
+        memory: Memory = encode(
+            self,
+            model,
+            tokenizer,
+            text,
+            name=name,
+            input_ids=input_ids,
+            input_features=input_features,
+            metadata=metadata,
+            window=window,
+            overlap=overlap,
+            dtype=dtype,
+            batch_size=batch_size,
+            progress=progress,
+        )
+        return memory
+
+    def verify(self, name: str | None = None) -> list[VerifyResult]:
+        """Check every byte of one memory, or of all, in another process, which damage may crash.
+
+        Raises MemoryNotFoundError.
+        """
+        from memstore.verify import verify
+
+        return verify(self, name)
+
+    def create(self, manifest: Manifest, document: Document) -> MemoryWriter:
+        """Start a memory, or resume the one that an interrupted call with an equal manifest left.
+
+        ``manifest`` is a draft with a new ``id`` and neither ``seal`` nor ``digest``; that of the writer returned may
+        have an earlier ``id`` and ``created``. What is left of another manifest of this name is dropped. Raises
+        MemoryExistsError, MemoryBusyError, DocumentError, StoreFullError, ReadOnlyStoreError.
+        """
+        self._check_writable()
+        return pending.start(self, manifest, document)
+
+    def reader(self, manifest: Manifest) -> RecordReader:
+        """The sealed records of a memory. Raises DamagedMemoryError, MemoryNotFoundError."""
+        if manifest.seal is None:
+            raise StoreError(f"Memory {manifest.name!r} is not complete.")
+        try:
+            return self.records.reader(manifest.id, manifest.seal)
+        except DamagedMemoryError:
+            current = self.records.get(key(SEALED, manifest.name))
+            if current is None or Manifest.unpack(current).id != manifest.id:
+                raise MemoryNotFoundError(f"Memory {manifest.name!r} has been removed from {self.path}.") from None
+            raise
+
+    def _not_found(self, name: object) -> MemoryNotFoundError:
+        return MemoryNotFoundError(f"The store {self.path} holds no memory named {name!r}.")
+
+    def _check_writable(self) -> None:
+        if self.mode == "r":
+            raise ReadOnlyStoreError(f'The store {self.path} was opened with mode="r". Open it with mode="a".')

@@ -1,0 +1,95 @@
+"""``memstore generate``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memstore
+from tests import tiny
+from tests.cli.conftest import Run
+
+
+def test_the_answer_is_that_of_the_library(run: Run, library: Path, model: Path) -> None:
+    arguments = [
+        "generate",
+        "--model",
+        model,
+        "--store",
+        library,
+        "--memory",
+        "ruth[1]",
+        "Who?",
+        "--max-new-tokens",
+        "8",
+    ]
+    document = json.loads(run(*arguments, "--json").stdout)
+    llama, tokenizer = tiny.llama(), tiny.tokenizer()
+    with memstore.open(library, "r") as store, memstore.attach(llama, store["ruth[1]"]) as attached:
+        expected = attached.generate("Who?", tokenizer=tokenizer, max_new_tokens=8, num_beams=1)
+    assert document == {"text": expected, "memories": ["ruth[1]"]}
+    code = "from memstore.cli import main; main()"
+    again = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, check=True)
+    assert again.stdout.decode() == expected + "\n"
+
+
+def test_several_memories_and_beams(run: Run, library: Path, model: Path) -> None:
+    memories = ("--memory", "ruth[1]", "--memory", "genesis", "--memory", "ruth[1]")
+    result = run(
+        "generate",
+        "--model",
+        model,
+        "--store",
+        library,
+        *memories,
+        "Who?",
+        "--max-new-tokens",
+        4,
+        "--num-beams",
+        2,
+        "--json",
+    )
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["memories"] == ["ruth[1]", "genesis"]
+
+
+def test_explain_shows_the_passages_that_were_read(run: Run, library: Path, model: Path) -> None:
+    arguments = ("generate", "--model", model, "--store", library, "--memory", "ruth[1]", "Who?", "--explain")
+    passages = json.loads(run(*arguments, "--max-new-tokens", 4, "--json").stdout)["passages"]
+    shares = [passage["share"] for passage in passages]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1
+    assert passages[0]["document"] == "ruth[1]"
+    assert passages[0]["text"].startswith("And Ruth said")
+    text = run(*arguments, "--max-new-tokens", 4).stdout
+    assert "% of attention: ruth[1], characters 0–" in text
+    assert "And Ruth said" in text
+
+
+def test_a_wrong_memory_is_told_before_the_model_is_loaded(run: Run, library: Path) -> None:
+    result = run("generate", "--model", "/no/model", "--store", library, "--memory", "exodus", "Who?", "--json")
+    assert result.exit_code == 1
+    assert "'exodus'" in json.loads(result.stdout)["error"]
+
+
+def test_another_model_is_refused(run: Run, library: Path, tmp_path: Path) -> None:
+    other = tiny.save(tmp_path / "other", seed=1)
+    result = run("generate", "--model", other, "--store", library, "--memory", "genesis", "Who?")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "weights" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--memory", "m", "Who?"],
+        ["--model", "m", "Who?"],
+        ["--model", "m", "--memory", "m", "Who?", "--num-beams", "0"],
+    ],
+)
+def test_wrong_usage_ends_with_2(run: Run, arguments: list[str]) -> None:
+    assert run("generate", *arguments).exit_code == 2

@@ -1,0 +1,154 @@
+"""``memstore index``."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import memstore
+from memstore.cli import index as index_module
+from tests.cli.conftest import GENESIS, Run
+
+
+def names(store: Path) -> list[str]:
+    with memstore.open(store, "r") as opened:
+        return opened.names()
+
+
+def test_a_folder_is_walked_and_text_is_kept_exactly(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    result = run("index", folder, "--model", model, "--store", tmp_path / "store")
+    assert result.exit_code == 0, result.stderr
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["genesis", "letters/first"]
+    with memstore.open(tmp_path / "store", "r") as store:
+        assert store.names() == ["genesis", "letters/first"]
+        assert store["genesis"].text == GENESIS
+        assert store["letters/first"].text == "Dear [b]Ruth[/b], 你好 🙂"
+
+
+def test_a_single_file_is_named_by_its_stem_or_by_name(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    common = ("--model", model, "--store", tmp_path / "store")
+    assert run("index", folder / "letters" / "first.md", *common).exit_code == 0
+    assert run("index", folder / "letters" / "first.md", *common, "--name", "a letter").exit_code == 0
+    assert names(tmp_path / "store") == ["a letter", "first"]
+
+
+def test_standard_input(run: Run, model: Path, tmp_path: Path) -> None:
+    result = run("index", "-", "--model", model, "--store", tmp_path, "--name", "piped", stdin=b"one\r\ntwo\x00")
+    assert result.exit_code == 0, result.stderr
+    with memstore.open(tmp_path, "r") as store:
+        assert store["piped"].text == "one\r\ntwo\x00"
+
+
+def test_json_is_one_document(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    (folder / "bad.txt").write_bytes(b"abc\xff")
+    result = run("index", folder, "--model", model, "--store", tmp_path / "store", "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert [(m["name"], m["num_tokens"]) for m in document["indexed"]] == [
+        ("genesis", len(GENESIS.encode())),
+        ("letters/first", len("Dear [b]Ruth[/b], 你好 🙂".encode())),
+    ]
+    assert [failure["file"] for failure in document["failed"]] == [str(folder / "bad.txt")]
+
+
+def test_one_failing_file_does_not_stop_the_others(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    (folder / "bad.txt").write_bytes("é".encode() + b"abc\xff")
+    (folder / "empty.txt").write_bytes(b"")
+    result = run("index", folder, folder / "nowhere.txt", "--model", model, "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert f"{folder / 'bad.txt'} is not UTF-8: byte 0xff at offset 5" in result.stderr
+    assert f"{folder / 'empty.txt'}: " in result.stderr
+    assert f"{folder / 'nowhere.txt'} cannot be read: No such file or directory." in result.stderr
+    assert "3 of 5 documents could not be indexed." in result.stderr
+    assert names(tmp_path / "store") == ["genesis", "letters/first"]
+
+
+def test_the_same_document_again_changes_nothing_but_another_is_refused(
+    run: Run, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    common = (folder / "genesis.txt", "--model", model, "--store", tmp_path / "store")
+    assert run("index", *common).exit_code == 0
+    assert run("index", *common).exit_code == 0
+    (folder / "genesis.txt").write_text("In the end.")
+    result = run("index", *common)
+    assert result.exit_code == 1
+    assert "genesis" in result.stderr
+
+
+@pytest.mark.parametrize("files", [["a.txt", "b.txt"], ["."]])
+def test_name_is_for_a_single_file(run: Run, files: list[str], model: Path) -> None:
+    result = run("index", *files, "--model", model, "--name", "x")
+    assert result.exit_code == 2
+    assert "--name" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["index"], ["index", "a.txt"], ["index", "a.txt", "--model", "m", "--dtype", "int8"]]
+)
+def test_wrong_usage_ends_with_2(run: Run, arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_documents_of_one_name_are_refused_before_the_model_is_loaded(run: Run, folder: Path) -> None:
+    (folder / "genesis.md").write_text("another")
+    result = run("index", folder, "--model", "/no/model")
+    assert result.exit_code == 1
+    assert "would both be named 'genesis'" in result.stderr
+
+
+def test_a_folder_without_text_files_is_an_error(run: Run, tmp_path: Path) -> None:
+    result = run("index", tmp_path, "--model", "/no/model", "--json")
+    assert result.exit_code == 1
+    assert "holds no text file (.md, .rst, .text, .txt)" in json.loads(result.stdout)["error"]
+
+
+def test_a_missing_file_is_told_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    result = run("index", tmp_path / "nowhere.txt", "--model", "/no/model", "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert result.stderr.count("Error:") == 1
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_store(run: Run, folder: Path, tmp_path: Path) -> None:
+    result = run("index", folder, "--model", tmp_path / "nowhere", "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert "Cannot load the model" in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_configured_store_is_the_default(
+    run: Run, folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMSTORE__STORE__PATH", str(tmp_path / "configured"))
+    assert run("index", folder / "genesis.txt", "--model", model).exit_code == 0
+    assert names(tmp_path / "configured") == ["genesis"]
+
+
+def test_a_terminal_sees_a_bar_with_tokens_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    monkeypatch.setattr(index_module, "err", terminal)
+    now = iter(range(100))
+    with index_module.ReadingProgress("genesis", get_time=lambda: float(next(now))) as progress:
+        for done in (0, 500, 1000, 1500):
+            progress(done, 2000)
+        progress.bar.refresh()
+        shown: Any = terminal.file
+        text = shown.getvalue()
+    assert "genesis" in text
+    assert "1500/2000 tokens" in text
+    assert "tokens/s" in text
+    assert "0:00:" in text
+
+
+def test_what_an_interrupted_run_had_read_is_no_speed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with index_module.ReadingProgress("genesis") as progress:
+        progress(1000, 2000)
+        progress(2000, 2000)
+    assert capsys.readouterr().err.startswith("genesis: 1,000 tokens in 0.0 s")

@@ -1,0 +1,103 @@
+"""``memstore list``, ``show``, ``remove``, ``verify`` and ``plugins``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import memstore
+from tests.cli.conftest import GENESIS, Run
+
+TOKENS = len(GENESIS.encode())
+
+
+def test_list_shows_every_memory(run: Run, library: Path) -> None:
+    lines = run("list", "--store", library).stdout.splitlines()
+    assert lines[0].split() == ["name", "tokens", "size", "kind", "model", "written"]
+    assert lines[1].split()[:2] == ["genesis", f"{TOKENS:,}"]
+    assert lines[2].startswith("ruth[1] ")
+
+
+def test_list_json(run: Run, library: Path) -> None:
+    memories = json.loads(run("list", "--store", library, "--json").stdout)["memories"]
+    assert [memory["name"] for memory in memories] == ["genesis", "ruth[1]"]
+    assert memories[0]["num_tokens"] == TOKENS
+    assert memories[0]["kind"] == "kv"
+    assert memories[0]["model"] == "LlamaForCausalLM"
+    assert memories[0]["nbytes"] > TOKENS * 2 * 2 * 2 * 8 * 4
+
+
+def test_an_empty_store(run: Run, tmp_path: Path) -> None:
+    memstore.open(tmp_path, "a").close()
+    assert run("list", "--store", tmp_path).stdout == "The store is empty.\n"
+    assert json.loads(run("list", "--store", tmp_path, "--json").stdout) == {"memories": []}
+
+
+def test_show(run: Run, library: Path) -> None:
+    text = run("show", "genesis", "--store", library).stdout
+    for fact in (f"{TOKENS}", "LlamaForCausalLM", "4 of float32 [2, 8] a token", "fingerprint: weights"):
+        assert fact in text
+    facts = json.loads(run("show", "genesis", "--store", library, "--json").stdout)
+    with memstore.open(library, "r") as store:
+        assert facts["fingerprint"] == store["genesis"].fingerprint
+    assert facts["parts"]["keys.0"] == {"shape": [2, 8], "dtype": "float32"}
+
+
+@pytest.mark.parametrize("command", ["show", "remove", "verify"])
+def test_an_unknown_name_is_an_error(run: Run, library: Path, command: str) -> None:
+    result = run(command, "exodus", "--store", library)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: ")
+    assert "'exodus'" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["show", "x"], ["remove", "x"], ["verify"]])
+def test_a_store_that_does_not_exist_is_not_created(run: Run, tmp_path: Path, arguments: list[str]) -> None:
+    result = run(*arguments, "--store", tmp_path / "nowhere", "--json")
+    assert result.exit_code == 1
+    assert str(tmp_path / "nowhere") in result.stderr.replace("\n", "")
+    assert "nowhere" in json.loads(result.stdout)["error"]
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_remove_removes_what_it_can(run: Run, library: Path) -> None:
+    result = run("remove", "exodus", "ruth[1]", "--store", library, "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert document["removed"] == ["ruth[1]"]
+    assert [failure["name"] for failure in document["failed"]] == ["exodus"]
+    assert run("remove", "genesis", "--store", library).stdout == "Removed genesis.\n"
+    assert run("list", "--store", library).stdout == "The store is empty.\n"
+
+
+def test_verify_of_an_intact_store(run: Run, library: Path) -> None:
+    assert run("verify", "--store", library).stdout == "genesis is intact.\nruth[1] is intact.\n"
+    document = json.loads(run("verify", "genesis", "--store", library, "--json").stdout)
+    assert document == {"memories": [{"name": "genesis", "ok": True, "problems": []}]}
+
+
+def test_verify_finds_damage(run: Run, library: Path) -> None:
+    with memstore.open(library, "r") as store:
+        memory_id = store["genesis"].manifest.id
+    (data,) = (path for path in library.rglob("*.mdb") if memory_id in path.parts)
+    data.write_bytes(data.read_bytes().replace(b"In the beginning", b"in the beginning"))
+    result = run("verify", "--store", library, "--json")
+    assert result.exit_code == 1
+    assert "genesis is damaged" in result.stderr
+    assert [memory["ok"] for memory in json.loads(result.stdout)["memories"]] == [False, True]
+
+
+def test_plugins(run: Run) -> None:
+    assert "memstore_adapters.llama" in run("plugins").stdout
+    found = json.loads(run("plugins", "--json").stdout)["plugins"]
+    assert {"name": "exact", "group": "memstore.backends"}.items() <= found[-2].items()
+
+
+def test_a_wrong_configuration_is_one_message(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugins.toml").write_text('[store]\npth = "x"\n')
+    monkeypatch.chdir(tmp_path)
+    result = run("list")
+    assert result.exit_code == 1
+    assert "plugins.toml: store.pth = 'x': there is no such key; did you mean 'path'?" in result.stderr

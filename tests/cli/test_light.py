@@ -1,0 +1,31 @@
+"""The commands that need no model load neither torch nor transformers, in their child processes either."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = "from memstore.cli import main; main()"
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["show", "genesis"], ["verify"], ["remove", "genesis"], ["plugins"]])
+def test_a_command_works_where_torch_cannot_be_imported(library: Path, tmp_path: Path, arguments: list[str]) -> None:
+    for package in ("torch", "transformers"):
+        (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package} was imported')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "MEMSTORE__STORE__PATH": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_importing_memstore_loads_no_model_library() -> None:
+    code = "import sys, memstore, memstore.cli, memstore.models; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,134 @@
+"""Plugins found through entry points: the built-in ones and distributions that a test puts on the path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memstore import registry
+from memstore.errors import PluginError, UnsupportedModelError
+from memstore.interfaces import VectorIndex
+
+Distribution = Callable[..., None]
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Distribution]:
+    """Install a distribution with plugins and modules; it is gone after the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(name: str, group: str, plugins: dict[str, str], modules: dict[str, str] | None = None) -> None:
+        info = tmp_path / f"{name}-2.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.5\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in plugins.items()))
+        for module, source in (modules or {}).items():
+            (tmp_path / f"{module}.py").write_text(source)
+            installed.append(module)
+
+    installed: list[str] = []
+    yield install
+    for module in installed:
+        sys.modules.pop(module, None)
+
+
+def model(model_type: str) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(model_type=model_type))
+
+
+def test_the_built_in_plugins_are_listed() -> None:
+    found = {(p.group, p.name) for p in registry.plugins() if p.distribution == "memstore-attention"}
+    assert found == {
+        *((registry.ADAPTERS, name) for name in ("bart", "llama", "t5", "whisper")),
+        *((registry.BACKENDS, name) for name in ("exact", "lmdb")),
+    }
+    assert all(p.group == registry.BACKENDS for p in registry.plugins(registry.BACKENDS))
+
+
+def test_a_third_party_plugin_is_listed_without_being_imported(distribution: Distribution) -> None:
+    distribution("third", registry.BACKENDS, {"boom": "third_boom:Boom"}, {"third_boom": "raise SystemExit"})
+    info = next(p for p in registry.plugins() if p.name == "boom")
+    assert info == registry.PluginInfo("boom", registry.BACKENDS, "third", "2.5", "third_boom:Boom")
+
+
+def test_listing_imports_no_plugin_and_no_torch() -> None:
+    code = (
+        "import sys; from memstore import registry; registry.plugins();"
+        "print(*{'torch', 'transformers', 'memstore_backends', 'memstore_adapters'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_loading_returns_the_class(distribution: Distribution) -> None:
+    distribution("third", registry.BACKENDS, {"plain": "third_plain:Plain"}, {"third_plain": "class Plain: ..."})
+    assert registry.load(registry.BACKENDS, "plain").__name__ == "Plain"
+    with pytest.raises(PluginError, match="'plain' of memstore.backends is no VectorIndex"):
+        registry.load(registry.BACKENDS, "plain", VectorIndex)
+
+
+def test_two_distributions_with_one_name_are_both_named(distribution: Distribution) -> None:
+    distribution("third", registry.BACKENDS, {"exact": "third:Exact"})
+    with pytest.raises(PluginError, match="both define the plugin 'exact'") as caught:
+        registry.load(registry.BACKENDS, "exact")
+    assert "third" in str(caught.value)
+    assert "memstore-attention" in str(caught.value)
+
+
+def test_an_unknown_name_gets_a_close_match_and_the_list() -> None:
+    with pytest.raises(PluginError, match=r"named 'exakt'. Did you mean 'exact'\? Installed: exact, lmdb\."):
+        registry.load(registry.BACKENDS, "exakt")
+    with pytest.raises(PluginError, match="Installed: none"):
+        registry.load("memstore.nothing", "x")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import faiss_of_nowhere.sub", "needs the module 'faiss_of_nowhere'. Install the package that provides it"),
+        ("from json import nothing", "cannot be imported: cannot import name 'nothing' from 'json'"),
+        ("", "cannot be imported: module 'third_bad' has no attribute 'Bad'"),
+        (None, "does not exist there. Reinstall third"),
+    ],
+)
+def test_what_cannot_be_imported_says_why(distribution: Distribution, source: str | None, message: str) -> None:
+    modules = {} if source is None else {"third_bad": source}
+    distribution("third", registry.BACKENDS, {"bad": "third_bad:Bad"}, modules)
+    with pytest.raises(PluginError) as caught:
+        registry.load(registry.BACKENDS, "bad")
+    assert str(caught.value).startswith("Plugin 'bad' (third_bad:Bad) of third ")
+    assert message in str(caught.value)
+
+
+ADAPTER = "class A: model_types = ('mymodel', 'other')\nclass B: model_types = ('other',)\n"
+
+
+@pytest.fixture
+def adapters(distribution: Distribution, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "ADAPTERS", "memstore.test_adapters")
+    distribution(
+        "third",
+        registry.ADAPTERS,
+        {"a": "third_adapters:A", "b": "third_adapters:B", "broken": "third_broken:C"},
+        {"third_adapters": ADAPTER, "third_broken": "import nowhere_at_all"},
+    )
+
+
+def test_the_adapter_is_chosen_by_model_type(adapters: None) -> None:
+    assert registry.adapter_for(model("mymodel")).__name__ == "A"
+
+
+def test_two_adapters_for_one_model_type_are_both_named(adapters: None) -> None:
+    with pytest.raises(PluginError, match="adapters a and b both claim model_type 'other'"):
+        registry.adapter_for(model("other"))
+
+
+def test_an_unsupported_model_names_the_supported_ones_and_what_is_broken(adapters: None) -> None:
+    with pytest.raises(UnsupportedModelError, match="model_type 'rwkv'. Supported: mymodel, other. .*nowhere_at_all"):
+        registry.adapter_for(model("rwkv"))
