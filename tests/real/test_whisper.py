@@ -91,18 +91,15 @@ def test_special_tokens(model: Any) -> None:
     assert model.generation_config.eos_token_id == model.generation_config.pad_token_id == whisper.END_OF_TEXT
 
 
-@pytest.mark.parametrize(
-    ("kind", "heard"), [("beeps", " (beep)"), ("keypad", " (beeping)"), ("noise", " (water running)")]
-)
+@pytest.mark.parametrize(("kind", "heard"), [("beeps", " (beep)"), ("noise", " (water running)")])
 def test_it_says_what_it_hears(model: Any, kind: str, heard: str) -> None:
     """Sounds made of sines and noise, transcribed: encoder, cross-attention and decoder work together."""
     time = np.arange(8 * RATE) / RATE
     sounds = {
         "beeps": 0.3 * np.sin(2 * np.pi * 1000 * time) * (time % 1 < 0.3),
-        "keypad": 0.3 * (np.sin(2 * np.pi * 697 * time) + np.sin(2 * np.pi * 1209 * time)) * (time % 0.4 < 0.2),
         "noise": 0.1 * np.random.default_rng(0).standard_normal(len(time)),
     }
-    extract = AutoFeatureExtractor.from_pretrained(whisper.whisper_tiny_en())
+    extract = AutoFeatureExtractor.from_pretrained(whisper.whisper_tiny_en())  # type: ignore[no-untyped-call]
     features = extract(sounds[kind].astype(np.float32), sampling_rate=RATE, return_tensors="pt").input_features
     output = model.generate(features, do_sample=False, max_new_tokens=12)
     tokenizer = AutoTokenizer.from_pretrained(whisper.whisper_tiny_en())
