@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import ENCODER_DECODERS, build, tokens
+from tests.models import ENCODER_DECODERS, build, decoder_depth, tokens
 from transformers.modeling_outputs import BaseModelOutput
 
 import memstore
@@ -57,7 +57,6 @@ def test_generation_is_identical_from_the_first_token(model, store, beams):
         by_hand = model.generate(encoder_outputs=attached.empty_prompt(), **settings)
         assert torch.equal(attached.generate(**settings), expected)
     assert torch.equal(by_hand, expected)
-    assert len(expected[0]) > 3
 
 
 def test_a_document_of_five_windows_reads_like_its_kept_states(model, store):
@@ -138,7 +137,7 @@ def test_provenance_adds_up_to_the_attention_used(model, store):
             attached.generate(max_new_tokens=4, min_new_tokens=4, do_sample=False)
             readings = attached.provenance()
         steps, layers = {r.step for r in readings}, {r.layer for r in readings}
-        assert steps == {0, 1, 2, 3} and layers == {0, 1, 2}
+        assert steps == {0, 1, 2, 3} and layers == set(range(decoder_depth(model)))
         for step in steps:
             for layer in layers:
                 mass = sum(r.mass for r in readings if (r.step, r.layer) == (step, layer))

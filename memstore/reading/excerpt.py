@@ -45,12 +45,13 @@ class Excerpt:
         part = ordinary_attention(folded, keys[None], values[None], None, scaling)
         return Partial(*(x.view(groups, b, -1, t, x.shape[-1]).transpose(0, 1).reshape(b, h, t, -1) for x in part))
 
-    def weights(self, layer: int, query: Tensor, scaling: float, total: Partial) -> Tensor:
+    def weights(self, layer: int, query: Tensor, scaling: float, mask: Tensor | None, total: Partial) -> Tensor:
         """Attention [M] that the last position of query [1, H, T, c] gave, mean over heads, as a share of ``total``."""
         keys, _ = self.layers[layer]
         last = query[0, :, -1].float().view(keys.shape[0], -1, query.shape[-1])
         scores = (last @ keys.float().transpose(1, 2)).flatten(0, 1) * scaling
-        return (torch.exp(scores - total.m[0, :, -1]) / total.l[0, :, -1]).mean(0)
+        weights = torch.exp(scores - total.m[0, :, -1]) / total.l[0, :, -1]
+        return (weights if mask is None else weights * mask[0, :, -1]).mean(0)
 
 
 def sink_of(memories: Sequence[Memory]) -> tuple[int, int]:

@@ -225,7 +225,7 @@ class KvAttachment(Attachment):
         ]
         total = merge([Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))), local])
         if self.explain:
-            self._explain(layer, query, scaling, total)
+            self._explain(layer, query, scaling, sliding_window, total)
         return finish(normalise(total), query), None
 
     def _scouted(self, layer: int, query: Tensor, local: Partial, scaling: float) -> Partial:
@@ -263,11 +263,12 @@ class KvAttachment(Attachment):
             return mask & ~hidden
         return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
-    def _explain(self, layer: int, query: Tensor, scaling: float, total: Partial) -> None:
+    def _explain(self, layer: int, query: Tensor, scaling: float, window: int | None, total: Partial) -> None:
         for rows, excerpt in self._context.excerpts:
             for row in range(rows.start, rows.stop):
                 one = slice(row, row + 1)
-                weights = excerpt.weights(layer, query[one], scaling, Partial(*(tensor[one] for tensor in total)))
+                mask, whole = self._far_mask(window, one, excerpt), Partial(*(tensor[one] for tensor in total))
+                weights = excerpt.weights(layer, query[one], scaling, mask, whole)
                 at = excerpt.sink
                 for span in excerpt.spans:
                     size = span.stop - span.start
