@@ -107,15 +107,13 @@ class MemoryStore:
         try:
             value = self.records.get(sealed_key)
             memory_id = Manifest.unpack(value).id if value else None
-        except (DamagedMemoryError, FormatError):  # its id cannot be read: the next opening gives the space back
+        except (DamagedMemoryError, FormatError):  # its id cannot be read, so its space stays taken
             self.records.commit({}, [sealed_key])
             return
         if memory_id is None:
             if not pending.drop(self.records, name):
                 raise self._not_found(name)
-        elif self.records.commit({}, [sealed_key], {sealed_key: value}):
-            self.records.delete(memory_id)
-        else:
+        elif not pending.remove(self.records, sealed_key, value, memory_id):
             raise self._not_found(name)  # another process was faster
 
     def encode(

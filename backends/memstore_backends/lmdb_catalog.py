@@ -33,16 +33,22 @@ def translated(path: Path) -> Iterator[None]:
         raise StoreFullError(f"{path} has reached the size it was opened for ({error}).") from error
     except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
         raise FormatError(f"{path} is not in the format of LMDB 0.9 ({error}). Restore it from a copy.") from error
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError) as error:
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
         raise DamagedMemoryError(f"{path} is damaged ({error}). Restore it from a copy, or remove it.") from error
     except (lmdb.Error, OSError) as error:
         code = error.errno if isinstance(error, OSError) else error.code
-        if code in _FULL or isinstance(error, lmdb.DiskError):
+        if code in _FULL or (code == errno.EIO and _is_full(path)):
             message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
             raise StoreFullError(message) from error
         if code in _READ_ONLY or isinstance(error, lmdb.ReadonlyError):
             raise ReadOnlyStoreError(f'{path} cannot be written ({error}). Open the store with mode="r".') from error
         raise StoreError(f"{path}: {error}") from error
+
+
+def _is_full(path: Path) -> bool:
+    """LMDB reports EIO when the disk takes only a part of what it writes."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize < 1 << 20
 
 
 class Catalog:
@@ -142,7 +148,8 @@ class Catalog:
         data = self._folder / "data.mdb"
         for attempt in range(5):
             try:
-                problems = lmdb.verify.verify(str(data)) if data.exists() and data.stat().st_size else []
+                empty = not data.exists() or data.stat().st_size == 0
+                problems = [] if empty else lmdb.verify.verify(str(data))  # type: ignore[no-untyped-call]
             except lmdb.verify.VerifyError as error:
                 problems = [str(error)]
             if not problems:
