@@ -49,11 +49,9 @@ def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWrit
             continue
         lock = _acquire(records, manifest)
         try:
-            if value is None:
-                certain = records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: None})
-            else:
-                certain = records.get(pending_key) == value
-            if certain:
+            # Also where nothing changes: inside a commit the catalog is certain to be the newest.
+            puts = {pending_key: packed} if value is None else {}
+            if records.commit(puts, expect={pending_key: value, sealed_key: None}):
                 return _writer(store, manifest, value or packed, document, lock)
         except BaseException:
             lock.release()
@@ -81,7 +79,7 @@ def drop(records: RecordStore, name: str) -> bool:
         lock.release()
         raise
     _discard(lock)
-    return dropped
+    return dropped or drop(records, name)  # if another process was faster: look again
 
 
 def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memory_id: str) -> bool:

@@ -118,7 +118,21 @@ def test_reading_gives_no_warning(library: MemoryStore, recwarn: pytest.Warnings
     assert not recwarn.list
 
 
-NAMES = ["/", "..", "../../etc/passwd", "a/b", "CON", " ", "\n", "\u00e9", "e\u0301", "мир", "🦜" * 200, "x" * 3000, "\x01"]
+NAMES = [
+    "/",
+    "..",
+    "../../etc/passwd",
+    "a/b",
+    "CON",
+    " ",
+    "\n",
+    "\u00e9",
+    "e\u0301",
+    "мир",
+    "🦜" * 200,
+    "x" * 3000,
+    "\x01",
+]
 
 
 def test_any_name(library: MemoryStore) -> None:
