@@ -89,6 +89,10 @@ class AttachError(MemstoreError):
     """Memories cannot be attached to this model as asked."""
 
 
+class WindowExceededError(AttachError):
+    """Memory, prompt and generated tokens together need more positions than the model has."""
+
+
 class HookError(AttachError):
     """The model ran without calling the attached memory, so its output would silently ignore it."""
 

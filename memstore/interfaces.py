@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from memstore.errors import DocumentError
+from memstore.manifest import PartSpec, WindowRule
+
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from memstore.attachment import Attachment
+    from memstore.memory import Memory
 
 Buffer = bytes | bytearray | memoryview
 Mode = Literal["a", "r"]
@@ -137,3 +144,49 @@ class RecordStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Raises StoreInUseError while a reader or writer is open."""
+
+
+class ModelAdapter(ABC):
+    """Knows a model family: how to encode with it, and how its attention reads what was encoded.
+
+    Most families derive from :class:`memstore.families.EncoderDecoderAdapter` or ``DecoderOnlyAdapter`` and only say
+    where their attention modules stand.
+    """
+
+    model_types: ClassVar[tuple[str, ...]]
+    kind: ClassVar[str]
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @abstractmethod
+    def rule(self, window: int | None, overlap: int | None) -> WindowRule:
+        """How a document is cut; None stands for this family's default. Raises ConfigError for what cannot be."""
+
+    @abstractmethod
+    def parts(self, dtype: str) -> dict[str, PartSpec]:
+        """The arrays kept for every token, stored as ``dtype``."""
+
+    @abstractmethod
+    def encode(self, windows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Read windows [b, w, …] of equal length (token ids [b, w] or features). Returns parts [b, tokens, *shape]."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors that decide what :meth:`encode` returns, for the fingerprint."""
+
+    @abstractmethod
+    def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> Attachment:
+        """Bind memories, one list for each batch row, or a single list for all rows."""
+
+    def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Tokens to read before a long document and not to keep; none unless the family needs them."""
+        return []
+
+    def rope(self) -> torch.Tensor | None:
+        """The rotary frequencies in use, for the fingerprint; None for a model without rotary positions."""
+        return None
+
+    def feature_windows(self, features: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Cut ``input_features`` into windows [b, …] and say how many tokens each gives. Raises DocumentError."""
+        raise DocumentError(f"{type(self.model).__name__} reads token ids, not input_features.")

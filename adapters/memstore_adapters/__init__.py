@@ -1,1 +1,1 @@
-"""The adapters that come with memstore, one file per model family."""
+"""Adapters that come with memstore: one file a family, found through the entry-point group ``memstore.adapters``."""

@@ -1,0 +1,243 @@
+"""The live binding of memories to a model's decoder layers."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from memstore.errors import AttachError, FingerprintMismatchError, FingerprintWarning, HookError
+from memstore.fingerprint import fingerprint, mismatches, tokenizer_hash
+from memstore.hooks import AttentionFunction, install, uninstall
+from memstore.memory import Memory, OpenMemory
+from memstore.provenance import Reading
+from memstore.registry import adapter_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from memstore.interfaces import ModelAdapter
+
+TopK = int | Literal["all"] | None
+
+
+def attach(
+    model: PreTrainedModel,
+    *memories: Memory,
+    rows: Sequence[Sequence[Memory]] | None = None,
+    strict: bool = True,
+    **options: Any,
+) -> Attachment:
+    """Bind memories to ``model``; read them inside ``with attach(...) as attached:``.
+
+    Several memories are one joint attention. ``rows`` gives every row of a batch its own list instead. ``strict=False``
+    turns a fingerprint mismatch into a FingerprintWarning. Further options are those of the kind of memory:
+    :class:`memstore.reading.hidden.HiddenAttachment` or :class:`memstore.reading.kv.KvAttachment`.
+
+    Raises UnsupportedModelError, FingerprintMismatchError, or AttachError for what cannot be attached together.
+    """
+    if (rows is None) == (not memories):
+        raise AttachError("Give at least one memory, or rows=[[…], …] with one list of memories for each batch row.")
+    lists = [list(memories)] if rows is None else [list(row) for row in rows]
+    if not lists or not all(lists):
+        raise AttachError("Every batch row needs at least one memory.")
+    adapter = adapter_for(model)(model)
+    for memory in {id(memory): memory for row in lists for memory in row}.values():
+        _check_fits(memory, adapter, strict)
+    attachment: Attachment = adapter.attachment(lists, **options)
+    return attachment
+
+
+def _check_fits(memory: Memory, adapter: ModelAdapter, strict: bool) -> None:
+    name = type(adapter.model).__name__
+    if memory.kind != adapter.kind or memory.manifest.parts != adapter.parts(_dtype(memory)):
+        raise FingerprintMismatchError(
+            f"Memory {memory.name!r} does not have the geometry of this {name}: it was written by "
+            f"{memory.fingerprint.get('model_class')} as kind {memory.kind!r}. Attach it to that model."
+        )
+    differing = mismatches(memory.fingerprint, fingerprint(adapter))
+    if not differing:
+        return
+    message = (
+        f"Memory {memory.name!r} was not written by this {name}. What differs: {'; '.join(differing)}. "
+        "Load the model that wrote it, or encode the document again with this one."
+    )
+    if strict:
+        raise FingerprintMismatchError(message)
+    warnings.warn(message, FingerprintWarning, stacklevel=3)
+
+
+def _dtype(memory: Memory) -> str:
+    return next(iter(memory.manifest.parts.values())).dtype
+
+
+class Attachment(ABC):
+    """Memories bound to a model: a context manager. On leaving it, also by an exception, every hook is gone."""
+
+    def __init__(self, adapter: ModelAdapter, rows: Sequence[Sequence[Memory]], explain: bool) -> None:
+        self.adapter, self.model, self.explain = adapter, adapter.model, explain
+        self.rows = rows
+        self._opened: dict[int, OpenMemory] = {}
+        self._stack = ExitStack()
+        self._readings: list[Reading] = []
+        self._step = -1
+        self._calls = 0
+
+    @abstractmethod
+    def _readers(self) -> dict[nn.Module, AttentionFunction]:
+        """The attention modules to hook, and how each reads."""
+
+    @abstractmethod
+    def _stage(self) -> nn.Module:
+        """The module whose forward pass is one step."""
+
+    @abstractmethod
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Prepare a step; returns the keyword arguments to run it with."""
+
+    @abstractmethod
+    def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        """Model inputs for a prompt in words, or for none."""
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Build what reading needs, once the memories are open."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of what :meth:`_prepare` built and of everything that views the memories."""
+
+    def _after(self, output: Any) -> None:
+        """Take note of what a step returned."""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for memory in (memory for row in self.rows for memory in row):
+                if id(memory) not in self._opened:
+                    self._opened[id(memory)] = stack.enter_context(memory.open())
+            stack.callback(self._opened.clear)
+            stack.callback(self._release)
+            self._prepare()
+            readers = self._readers()
+            install(readers)
+            stack.callback(uninstall, readers)
+            stage = self._stage()
+            stack.callback(stage.register_forward_pre_hook(self._pre_hook, with_kwargs=True).remove)
+            stack.callback(stage.register_forward_hook(self._post_hook).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def open_memory(self, memory: Memory) -> OpenMemory:
+        """The memory's open records. They live as long as this attachment."""
+        return self._opened[id(memory)]
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``model.generate`` over the attached memories.
+
+        With a prompt in words and a tokenizer, returns the answer as a str (through the chat template, if there is one).
+        With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns; an encoder-decoder may be
+        given no input at all. Further keywords go to ``model.generate``.
+
+        Raises FingerprintMismatchError for another tokenizer than the one a memory was written with.
+        """
+        if tokenizer is not None:
+            self._check_tokenizer(tokenizer)
+        if prompt is not None and tokenizer is None:
+            raise AttachError("A prompt in words needs tokenizer=; or give input_ids=.")
+        given = any(kwargs.get(key) is not None for key in ("input_ids", "inputs", "input_features", "inputs_embeds"))
+        if prompt is not None and given:
+            raise AttachError("Give either a prompt in words or tensors, not both.")
+        inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
+        self._readings.clear()
+        output = self.model.generate(**inputs)
+        if tokenizer is None:
+            return output
+        start = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+        return tokenizer.decode(output[0, start:], skip_special_tokens=True).strip()
+
+    def provenance(self) -> list[Reading]:
+        """What was read for every token since the last prompt, heaviest passages first within a step and layer.
+
+        Raises AttachError unless attached with ``explain=True``.
+        """
+        if not self.explain:
+            raise AttachError("Attach with explain=True to learn what was read.")
+        return list(self._readings)
+
+    def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        theirs = tokenizer_hash(tokenizer)
+        for memory in (memory for row in self.rows for memory in row):
+            ours = memory.fingerprint.get("tokenizer")
+            if ours is not None and ours != theirs:
+                raise FingerprintMismatchError(
+                    f"Memory {memory.name!r} was written with another tokenizer. What differs: tokenizer (memory: {ours}, "
+                    f"given: {theirs}). Use the tokenizer that belongs to the model."
+                )
+
+    def _pre_hook(
+        self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._calls, self._step = 0, self._step + 1
+        return args, self._before(args, kwargs)
+
+    def _post_hook(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._calls:
+            raise HookError(
+                f"{type(self.model).__name__} ran without calling its attached attention, so the memory was not read. "
+                "Its attention does not follow transformers' AttentionInterface; it needs an adapter of its own."
+            )
+        self._after(output)
+
+    def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
+        """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
+        if batch % len(self.rows):
+            raise AttachError(
+                f"{len(self.rows)} rows of memories are attached, and a batch of {batch} cannot be shared out among them."
+            )
+        each = batch // len(self.rows)
+        return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
+
+
+def restart(attachment: Attachment) -> None:
+    """A new prompt begins: provenance counts from here."""
+    attachment._step = 0
+    attachment._readings.clear()
+
+
+def finish(output: Tensor, like: Tensor) -> Tensor:
+    """Attention output [B, H, T, c] as an attention function returns it: [B, T, H, c] in the model's dtype."""
+    return output.transpose(1, 2).to(like.dtype).contiguous()
+
+
+def empty_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether a forward pass with these keywords starts a new sequence."""
+    cache = find_cache(kwargs.values())
+    return cache is None or int(cache.get_seq_length()) == 0
+
+
+def find_cache(values: Any) -> Any | None:
+    """The transformers cache among these values, whatever its argument is called."""
+    from transformers.cache_utils import Cache
+
+    return next((value for value in values if isinstance(value, Cache)), None)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -1,0 +1,151 @@
+"""Attention over a memory: absorbed projections, the partial softmax and its merge.
+
+Notation: B batch rows, H heads, T query positions, n memory tokens, d width of the encoder states, c width of one head.
+Everything is computed in float32, whatever the dtype of the memory: a stored block is converted as it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
+
+
+class Partial(NamedTuple):
+    """Softmax attention over one set of keys, left unnormalised so that disjoint sets can be merged exactly.
+
+    With scores s_i and values v_i:  m = max s_i,  l = sum exp(s_i - m),  o = sum exp(s_i - m) v_i.
+    Shapes: m and l [..., 1], o [..., d]. The empty set is m = -inf, l = 0, o = 0.
+    """
+
+    m: Tensor
+    l: Tensor  # noqa: E741  (the name the papers use)
+    o: Tensor
+
+
+def shifted_exp(scores: Tensor, m: Tensor) -> Tensor:
+    """exp(scores - m), and 0 where both are -inf: a fully masked set must not become NaN."""
+    return torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
+
+
+def partial_attention(scores: Tensor, values: Tensor) -> Partial:
+    """The partial softmax of scores [..., n] over values [..., n, d]."""
+    m = scores.amax(-1, keepdim=True)
+    weights = shifted_exp(scores, m)
+    return Partial(m, weights.sum(-1, keepdim=True), torch.einsum("...n,...nd->...d", weights, values))
+
+
+def merge(parts: Sequence[Partial]) -> Partial:
+    """Attention over the disjoint union of the parts' key sets: exact, and independent of how they were cut.
+
+    m = max m_j,  l = sum exp(m_j - m) l_j,  o = sum exp(m_j - m) o_j.
+    """
+    m = torch.stack([part.m for part in parts]).amax(0)
+    scales = [shifted_exp(part.m, m) for part in parts]
+    l = sum((part.l * scale for part, scale in zip(parts, scales, strict=True)), torch.zeros_like(m))  # noqa: E741
+    o = sum((part.o * scale for part, scale in zip(parts, scales, strict=True)), torch.zeros_like(parts[0].o))
+    return Partial(m, l, o)
+
+
+def normalise(part: Partial) -> Tensor:
+    """o / l [..., d]: the attention output. Zero for the empty set."""
+    return part.o / part.l.clamp_min(torch.finfo(part.l.dtype).tiny)
+
+
+def split_heads(weight: Tensor, num_heads: int) -> Tensor:
+    """A projection's weight [H*c, d] or bias [H*c] by head: [H, c, d] or [H, c]. A view, never a copy."""
+    return weight.view(num_heads, -1, *weight.shape[1:])
+
+
+def absorb_keys(query: Tensor, key_weight: Tensor) -> Tensor:
+    """q W_k^T: the query [B, H, T, c] is projected into the space of the memory [B, H, T, d], so that no key is made.
+
+    Unlimiformer (Bertsch et al. 2023), section 2.3, equation 1: (h_d W_q) (h_e W_k)^T = (h_d W_q W_k^T) h_e^T.
+    """
+    return torch.einsum("bhtc,hcd->bhtd", query.float(), key_weight.float())
+
+
+def absorb_values(part: Partial, value_weight: Tensor, value_bias: Tensor | None) -> Partial:
+    """Map a sum of memory states o [B, H, T, d] to a sum of values [B, H, T, c], after the weighted sum.
+
+    The weights of an unnormalised sum add up to l, so the bias enters l times: (sum w_i h_i) W_v + l b_v.
+    """
+    o = torch.einsum("bhtd,hcd->bhtc", part.o, value_weight.float())
+    if value_bias is not None:
+        o = o + part.l * value_bias.float()[None, :, None]
+    return Partial(part.m, part.l, o)
+
+
+def read_all(queries: Tensor, blocks: Iterable[Tensor]) -> Partial:
+    """Attend from queries [m, d] to every row of the blocks [n_i, d]; rows are both keys and values.
+
+    Queries are scaled already. One pass over the memory: each block is converted, scored and summed while in cache.
+    """
+    chunks = queries.float().split(QUERY_CHUNK)
+    parts: list[Partial | None] = [None] * len(chunks)
+    for block in blocks:
+        rows = block.to(device=queries.device, dtype=torch.float32)
+        for i, chunk in enumerate(chunks):
+            scores = chunk @ rows.T
+            m = scores.amax(-1, keepdim=True)
+            weights = shifted_exp(scores, m)
+            part, before = Partial(m, weights.sum(-1, keepdim=True), weights @ rows), parts[i]
+            parts[i] = part if before is None else merge([before, part])
+    return Partial(*(torch.cat(tensors) for tensors in zip(*(part for part in parts if part is not None), strict=True)))
+
+
+def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor) -> Partial:
+    """Attend from each query [m, d] to its own rows ids [m, k]; id -1 is an empty slot.
+
+    ``gather`` returns the rows of flat ids [j] as [j, d]. The index only chose the rows: their scores are computed anew,
+    exactly (top-k attention, Unlimiformer section 2.2).
+    """
+    rows = gather(ids.clamp_min(0).flatten()).float().view(*ids.shape, -1)
+    scores = torch.einsum("md,mkd->mk", queries.float(), rows)
+    return partial_attention(scores.masked_fill(ids < 0, -torch.inf), rows)
+
+
+def ordinary_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, bias: Tensor | None = None
+) -> Partial:
+    """Scaled dot-product attention of query [B, H, T, c] over key and value [B, G, n, c], as a mergeable part.
+
+    G key-value heads are shared by groups of H / G heads. ``mask`` [B or 1, 1 or H, T, n] is boolean (True is seen),
+    additive, or None (everything is seen); ``bias`` is added to the scores (T5's relative positions).
+    """
+    parts = [
+        _ordinary_chunk(chunk, key, value, _rows(mask, start), scaling, _rows(bias, start))
+        for start, chunk in zip(
+            range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True
+        )
+    ]
+    return parts[0] if len(parts) == 1 else Partial(*(torch.cat(t, dim=2) for t in zip(*parts, strict=True)))
+
+
+def _ordinary_chunk(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, bias: Tensor | None
+) -> Partial:
+    b, h, t, c = query.shape
+    groups, n = key.shape[1], key.shape[2]
+    grouped = query.float().reshape(b, groups, -1, c)  # heads of one group stand together: [B, G, H/G * T, c]
+    scores = (grouped @ key.float().transpose(2, 3)).view(b, h, t, n) * scaling
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        # An additive mask marks what is hidden with the lowest finite number; a merge needs a true -inf.
+        scores = (scores + mask).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+    m = scores.amax(-1, keepdim=True)
+    weights = shifted_exp(scores, m)
+    o = (weights.view(b, groups, -1, n) @ value.float()).view(b, h, t, -1)
+    return Partial(m, weights.sum(-1, keepdim=True), o)
+
+
+def _rows(mask: Tensor | None, start: int) -> Tensor | None:
+    """The rows of a mask [.., T or 1, n] that belong to the query chunk at ``start``."""
+    return mask if mask is None or mask.shape[2] == 1 else mask[:, :, start : start + QUERY_CHUNK]

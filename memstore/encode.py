@@ -1,0 +1,240 @@
+"""Reading a document once: windows over its tokens, streamed into a store.
+
+An interrupted encoding resumes at the last committed block and ends byte-identical to an uninterrupted one: windows are
+independent, never padded, and always batched in the same company.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from memstore.errors import ConfigError, DocumentError, EncodingError, MemoryExistsError
+from memstore.fingerprint import fingerprint
+from memstore.manifest import ITEM_BYTES, Manifest, PartSpec
+from memstore.memory import Document, Memory
+from memstore.memory_writer import MemoryWriter
+from memstore.registry import adapter_for
+from memstore.text import tokenize
+from memstore.windows import Window, plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from memstore.interfaces import ModelAdapter
+    from memstore.store import MemoryStore
+
+BATCH = 4  # windows read at once
+BLOCK_BYTES = 64 << 20  # of all parts together; a block is what one commit writes and what a crash can cost
+Progress = Callable[[int, int], None]
+
+
+def encode(
+    store: MemoryStore,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    text: str | None = None,
+    *,
+    name: str,
+    input_ids: Any = None,
+    input_features: Tensor | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    window: int | None = None,
+    overlap: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Memory:
+    """Read a document with ``model`` and keep what it read under ``name``.
+
+    The document is ``text`` (with its tokenizer), ``input_ids`` [n] or [1, n], or ``input_features`` (Whisper:
+    [windows, mels, frames]). dtype: how vectors are stored, by default the model's own. progress is called with (tokens
+    done, tokens in all). The same document under the same name again is a no-op.
+
+    Raises DocumentError, ConfigError, UnsupportedModelError, MemoryExistsError, MemoryBusyError, EncodingError.
+    """
+    adapter: ModelAdapter = adapter_for(model)(model)
+    if sum(given is not None for given in (text, input_ids, input_features)) != 1:
+        raise DocumentError("Give exactly one of text (with a tokenizer), input_ids and input_features.")
+    features, feature_tokens = (None, 0) if input_features is None else adapter.feature_windows(input_features)
+    document = _document(tokenizer, text, input_ids)
+    rule = adapter.rule(feature_tokens or window, 0 if feature_tokens else overlap)
+    if features is None:
+        assert document.token_ids is not None
+        num_tokens = len(document.token_ids)
+    else:
+        num_tokens = len(features) * feature_tokens
+    windows = plan(num_tokens, rule)
+    prefix = adapter.prefix(tokenizer) if tokenizer is not None and len(windows) > 1 else []
+    parts = adapter.parts(_dtype_name(dtype, model.dtype))
+    draft = Manifest(
+        id=uuid.uuid4().hex,
+        name=name,
+        created=time.time(),
+        kind=adapter.kind,
+        adapter=type(adapter).__name__,
+        num_tokens=num_tokens,
+        block_tokens=_block_tokens(parts),
+        parts=parts,
+        rule=rule,
+        prefix_ids=tuple(prefix),
+        batch_size=BATCH if batch_size is None else batch_size,
+        device=model.device.type,
+        fingerprint=fingerprint(adapter, tokenizer),
+        document_digest=_digest(document, features),
+        has_text=text is not None,
+        has_ids=document.token_ids is not None,
+        metadata=dict(metadata or {}),
+    )
+    if name in store:
+        return _same_or_raise(store[name], draft)
+    source = features if features is not None else torch.from_numpy(np.asarray(document.token_ids)).long()
+    with store.create(draft, document) as writer, _evaluating(model):
+        if progress is not None:
+            progress(writer.num_done, num_tokens)
+        for block in _blocks(adapter, source, windows, draft, writer):
+            writer.append(block)
+            if progress is not None:
+                progress(writer.num_done, num_tokens)
+        return writer.finish()
+
+
+def _document(tokenizer: PreTrainedTokenizerBase | None, text: str | None, input_ids: Any) -> Document:
+    if text is not None:
+        if tokenizer is None:
+            raise DocumentError("A document given as text needs its tokenizer.")
+        ids, offsets = tokenize(tokenizer, text)
+        return Document(text, ids, offsets)
+    if input_ids is None:
+        return Document(None, None, None)
+    ids = np.asarray(torch.as_tensor(input_ids).cpu())
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+        raise DocumentError(f"input_ids must be whole numbers of shape [n] or [1, n] with n > 0, not {ids.shape}.")
+    return Document(None, ids.astype(np.int32), None)
+
+
+def _dtype_name(dtype: str | torch.dtype | None, default: torch.dtype) -> str:
+    name = str(default if dtype is None else dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise ConfigError(f"dtype={name!r}: vectors are stored as {', '.join(ITEM_BYTES)}.")
+    return name
+
+
+def _block_tokens(parts: Mapping[str, PartSpec]) -> int:
+    """Tokens of a block: a power of two between 256 and 16,384 that keeps a block under BLOCK_BYTES."""
+    fitting = BLOCK_BYTES // sum(part.token_bytes for part in parts.values())
+    return max(256, min(16384, 1 << max(fitting, 1).bit_length() - 1))
+
+
+def _digest(document: Document, features: Tensor | None) -> str:
+    digest = xxh3_128()
+    if document.text is not None:
+        digest.update(document.text.encode())
+    elif document.token_ids is not None:
+        digest.update(document.token_ids.tobytes())
+    elif features is not None:
+        digest.update(features.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
+    """The memory if it is what ``draft`` would give, else MemoryExistsError naming what differs."""
+    mine, own = memory.manifest.model_dump(), {"id", "created", "digest", "seal", "format_minor"}
+    differing = [key for key, value in draft.model_dump().items() if key not in own and value != mine[key]]
+    if not differing:
+        return memory
+    raise MemoryExistsError(
+        f"The store holds another memory named {draft.name!r} already; it differs in {', '.join(differing)}. "
+        "Remove it first, or choose another name."
+    )
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout and gradients, and back to how the model was."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _blocks(
+    adapter: ModelAdapter, source: Tensor, windows: list[Window], manifest: Manifest, writer: MemoryWriter
+) -> Iterator[dict[str, memoryview]]:
+    """What is still missing of a memory, in blocks of ``manifest.block_tokens``."""
+    pending: dict[str, list[Tensor]] = {part: [] for part in manifest.parts}
+    held, done = 0, writer.num_done
+    for group in _batches(windows, manifest):
+        if group[-1].keep_stop <= done:
+            continue
+        encoded = _encode_group(adapter, source, group, manifest, writer)
+        for i, window in enumerate(group):
+            start = max(window.keep_start, done)
+            if start >= window.keep_stop:
+                continue
+            for part, rows in encoded.items():
+                pending[part].append(rows[i, start - window.start : window.keep_stop - window.start])
+            held += window.keep_stop - start
+        last = group[-1].keep_stop == manifest.num_tokens
+        while held >= manifest.block_tokens or (last and held):
+            size = min(held, manifest.block_tokens)
+            joined = {part: torch.cat(rows) for part, rows in pending.items()}
+            yield {part: _bytes(rows[:size]) for part, rows in joined.items()}
+            pending = {part: [rows[size:]] for part, rows in joined.items()}
+            held -= size
+
+
+def _batches(windows: list[Window], manifest: Manifest) -> Iterator[list[Window]]:
+    """Windows of equal length together. The first one stands alone where it is read behind a prefix."""
+    alone = 1 if manifest.prefix_ids else 0
+    if alone:
+        yield windows[:1]
+    for start in range(alone, len(windows), manifest.batch_size):
+        yield windows[start : start + manifest.batch_size]
+
+
+def _encode_group(
+    adapter: ModelAdapter, source: Tensor, group: list[Window], manifest: Manifest, writer: MemoryWriter
+) -> dict[str, Tensor]:
+    """Parts [b, window tokens, *shape] of these windows on the CPU, in the stored dtype."""
+    if manifest.has_ids:
+        inputs = torch.stack([source[window.start : window.stop] for window in group])
+    else:
+        first = group[0].start // manifest.rule.window
+        inputs = source[first : first + len(group)]
+    prefix = len(manifest.prefix_ids) if group[0].start == 0 else 0
+    if prefix:
+        inputs = torch.cat((torch.tensor([manifest.prefix_ids]), inputs), dim=1)
+    encoded = {
+        part: _stored(rows, manifest.parts[part].dtype, group[0])
+        for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
+    }
+    if prefix:
+        writer.put_prefix({part: _bytes(rows[0, :prefix]) for part, rows in encoded.items()})
+    return {part: rows[:, prefix:] for part, rows in encoded.items()}
+
+
+def _stored(rows: Tensor, dtype: str, window: Window) -> Tensor:
+    rows = rows.detach().to("cpu", getattr(torch, dtype))
+    if not rows.isfinite().all():
+        raise EncodingError(
+            f"The model gave NaN or infinite values for the window at token {window.start}, stored as {dtype}. "
+            'A wider dtype such as "float32" or "bfloat16" may hold them; else the model is at fault.'
+        )
+    return rows
+
+
+def _bytes(rows: Tensor) -> memoryview:
+    return memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy())

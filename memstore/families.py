@@ -1,0 +1,187 @@
+"""The two shapes of model that adapters describe: encoder-decoders and decoder-only models with rotary positions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from memstore.errors import ConfigError, UnsupportedModelError
+from memstore.hooks import AttentionFunction, base_attention, base_implementation, install, uninstall
+from memstore.interfaces import ModelAdapter
+from memstore.manifest import PartSpec, WindowRule
+from memstore.memory import Memory
+from memstore.reading.chat import chat_frame
+from memstore.reading.hidden import HiddenAttachment
+from memstore.reading.kv import KvAttachment
+from memstore.reading.rotary import unrotate
+
+
+class CrossAttention(NamedTuple):
+    """One decoder layer's attention over the encoder: where it stands and its plain linear maps."""
+
+    module: nn.Module
+    layer_idx: int
+    num_heads: int
+    key: nn.Linear
+    value: nn.Linear
+
+
+def plain_linear(module: nn.Module, owner: nn.Module) -> nn.Linear:
+    """``module`` as the plain linear map that absorbed projections need, else UnsupportedModelError."""
+    if type(module) is not nn.Linear:
+        raise UnsupportedModelError(
+            f"{type(owner).__name__} projects with {type(module).__name__}; absorbed projections need a plain nn.Linear."
+        )
+    return module
+
+
+def checked_rule(window: int, overlap: int, context: str, limit: int | None) -> WindowRule:
+    """A window rule, or ConfigError if it does not fit a model that reads at most ``limit`` tokens at once."""
+    if window < 1 or (limit is not None and window > limit):
+        raise ConfigError(f"window={window} does not fit this model, which reads 1 to {limit or 'any'} tokens at once.")
+    if not 0 <= overlap < window:
+        raise ConfigError(f"overlap={overlap} must be at least 0 and less than the window of {window} tokens.")
+    return WindowRule.model_validate({"window": window, "overlap": overlap, "context": context})
+
+
+class EncoderDecoderAdapter(ModelAdapter):
+    """An encoder-decoder: a memory holds one encoder state per token, and cross-attention reads it."""
+
+    kind = "hidden"
+
+    @abstractmethod
+    def cross_attentions(self) -> list[CrossAttention]:
+        """The decoder's cross-attention, layer by layer."""
+
+    @property
+    @abstractmethod
+    def native_window(self) -> int:
+        """Tokens the encoder was made to read at once; also the default ``top_k``."""
+
+    @property
+    def max_window(self) -> int | None:
+        """Tokens the encoder can read at once; None where positions set no limit."""
+        return self.native_window
+
+    @property
+    def encoder(self) -> nn.Module:
+        return cast(nn.Module, self.model.get_encoder())
+
+    @property
+    def width(self) -> int:
+        """d, the width of an encoder state."""
+        return self.cross_attentions()[0].key.in_features
+
+    def rule(self, window: int | None, overlap: int | None) -> WindowRule:
+        """Windows overlap by one half and the middle half is kept, as in Unlimiformer, section 2.1."""
+        window = self.native_window if window is None else window
+        return checked_rule(window, window // 2 if overlap is None else overlap, "both", self.max_window)
+
+    def parts(self, dtype: str) -> dict[str, PartSpec]:
+        return {"hidden": PartSpec.model_validate({"shape": (self.width,), "dtype": dtype})}
+
+    def encode(self, windows: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.encoder(windows).last_hidden_state}
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.encoder.state_dict())
+
+    def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> HiddenAttachment:
+        return HiddenAttachment(self, rows, **options)
+
+
+class DecoderOnlyAdapter(ModelAdapter):
+    """A decoder with rotary positions: a memory holds every layer's keys, before rotation, and values."""
+
+    kind = "kv"
+
+    DEFAULT_WINDOW: ClassVar[int] = 1024
+
+    @property
+    @abstractmethod
+    def decoder(self) -> PreTrainedModel:
+        """The model without its head: what embeds tokens and runs the layers."""
+
+    @property
+    @abstractmethod
+    def self_attentions(self) -> list[nn.Module]:
+        """Self-attention, layer by layer."""
+
+    @property
+    @abstractmethod
+    def rotary(self) -> nn.Module:
+        """The module that makes (cos, sin) from position ids."""
+
+    @property
+    def native_window(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.model.config.num_key_value_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return int(cast(int, self.self_attentions[0].head_dim))
+
+    def rule(self, window: int | None, overlap: int | None) -> WindowRule:
+        """Windows step by one half; a token is kept from the window in which at least half lies to its left."""
+        window = min(self.DEFAULT_WINDOW, self.native_window) if window is None else window
+        return checked_rule(window, window // 2 if overlap is None else overlap, "left", self.native_window)
+
+    def parts(self, dtype: str) -> dict[str, PartSpec]:
+        spec = PartSpec.model_validate({"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype})
+        layers = range(len(self.self_attentions))
+        return {f"{part}.{layer}": spec for layer in layers for part in ("keys", "values")}
+
+    def encode(self, windows: Tensor) -> dict[str, Tensor]:
+        """One forward pass; keys and values are taken where attention sees them, keys with their rotation undone."""
+        taken: dict[str, Tensor] = {}
+        with self._tapped(taken):
+            self.decoder(input_ids=windows, use_cache=False)
+        positions = torch.arange(windows.shape[1], device=windows.device)[None]
+        cos, sin = self.rotary(taken["keys.0"], positions)
+        return {
+            part: (unrotate(tensor, cos, sin) if part.startswith("keys") else tensor).transpose(1, 2)
+            for part, tensor in taken.items()
+        }
+
+    @contextmanager
+    def _tapped(self, taken: dict[str, Tensor]) -> Iterator[None]:
+        def tap(layer: int, module: nn.Module) -> AttentionFunction:
+            base = base_attention(module, base_implementation(module))
+
+            def attention(
+                module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+            ) -> tuple[Tensor, Tensor | None]:
+                taken[f"keys.{layer}"], taken[f"values.{layer}"] = key, value
+                return base(module, query, key, value, mask, **kwargs)
+
+            return attention
+
+        taps = {module: tap(layer, module) for layer, module in enumerate(self.self_attentions)}
+        install(taps)
+        try:
+            yield
+        finally:
+            uninstall(taps)
+
+    def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """What stands before the user's words in a chat: a long document is read behind it, so that the document's own
+        first tokens do not become the attention sink."""
+        return chat_frame(tokenizer).header
+
+    def rope(self) -> Tensor:
+        return cast(Tensor, self.rotary.inv_freq)
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.decoder.state_dict())
+
+    def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> KvAttachment:
+        return KvAttachment(self, rows, **options)

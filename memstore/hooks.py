@@ -1,0 +1,94 @@
+"""The switch that lets attention modules read from a memory, through transformers' own extension point.
+
+A configuration names the attention function of its modules. While something is attached, it names ours, which looks the
+calling module up: a module that is attached reads its memory, any other goes to the function that was active before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from memstore.errors import AttachError
+
+PREFIX = "memstore-"
+SUPPORTED = ("sdpa", "eager")
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+_readers: WeakKeyDictionary[nn.Module, AttentionFunction] = WeakKeyDictionary()
+_switched: dict[int, tuple[PretrainedConfig, str, int]] = {}  # config id -> (config, name before, attachments)
+
+
+def base_attention(module: nn.Module, implementation: str) -> AttentionFunction:
+    """The attention function that ``module`` uses under ``implementation`` ("sdpa" or "eager")."""
+    if implementation != "eager":
+        function: AttentionFunction = ALL_ATTENTION_FUNCTIONS[implementation]
+        return function
+    for cls in type(module).__mro__:  # eager attention is no entry of the interface, it stands beside its class
+        eager: AttentionFunction | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise AttachError(f"{type(module).__name__} has no eager attention function; load the model with sdpa attention.")
+
+
+def base_implementation(module: nn.Module) -> str:
+    """The implementation that was active before ours was switched on."""
+    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+    return name.removeprefix(PREFIX)
+
+
+def _dispatch(implementation: str) -> AttentionFunction:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        function = _readers.get(module) or base_attention(module, implementation)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    return attention
+
+
+def install(readers: Mapping[nn.Module, AttentionFunction]) -> None:
+    """Let these modules read through their functions. Undone by :func:`uninstall`.
+
+    Raises AttachError if a module is attached already or its attention implementation is not supported.
+    """
+    for module in readers:
+        if module in _readers:
+            raise AttachError("This model has memories attached already; leave that attachment before attaching again.")
+        if base_implementation(module) not in SUPPORTED:
+            raise AttachError(
+                f"The model runs with {base_implementation(module)!r} attention, which cannot be hooked yet; "
+                f'call model.set_attn_implementation("sdpa") first.'
+            )
+    for config in _configs(readers):
+        _, before, count = _switched.get(id(config), (config, config._attn_implementation, 0))
+        _switched[id(config)] = (config, before, count + 1)
+        AttentionInterface.register(PREFIX + before, _dispatch(before))
+        AttentionMaskInterface.register(PREFIX + before, ALL_MASK_ATTENTION_FUNCTIONS[before])
+        config._attn_implementation = PREFIX + before
+    _readers.update(readers)
+
+
+def uninstall(readers: Mapping[nn.Module, AttentionFunction]) -> None:
+    """Give the modules back. A configuration returns to what it was when its last attachment has gone."""
+    for module in readers:
+        _readers.pop(module, None)
+    for config in _configs(readers):
+        config, before, count = _switched.pop(id(config))
+        if count > 1:
+            _switched[id(config)] = (config, before, count - 1)
+        else:
+            config._attn_implementation = before
+
+
+def _configs(modules: Mapping[nn.Module, AttentionFunction]) -> list[PretrainedConfig]:
+    """The distinct configurations that decide for these modules; models built from one object share it."""
+    return list({id(module.config): module.config for module in modules}.values())  # type: ignore[misc]

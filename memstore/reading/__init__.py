@@ -1,0 +1,1 @@
+"""How an attached model reads: one file for each kind of memory, and what they share."""

@@ -1,0 +1,91 @@
+"""What a decoder-only model reads of its memories: a sink and some spans, placed at positions 0 … M-1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memstore.attention import Partial, ordinary_attention
+from memstore.memory import Memory, OpenMemory
+from memstore.reading.rotary import rotate
+from memstore.reading.selection import Span
+
+if TYPE_CHECKING:
+    from memstore.families import DecoderOnlyAdapter
+
+
+@dataclass
+class Excerpt:
+    """Keys, rotated to positions 0 … M-1, and values of every layer: a pair [G, M, c] for G key-value heads."""
+
+    memories: Sequence[Memory]
+    spans: Sequence[Span]
+    sink: int
+    layers: dict[int, tuple[Tensor, Tensor]]
+
+    @property
+    def size(self) -> int:
+        """M, the tokens of the sink and of all spans."""
+        return self.sink + sum(span.stop - span.start for span in self.spans)
+
+    def attend(self, layer: int, query: Tensor, scaling: float, mask: Tensor | None = None) -> Partial:
+        """Attention of query [b, H, T, c], rows that share this excerpt; mask [b, 1, T, M] or None."""
+        keys, values = self.layers[layer]
+        b, h, t, c = query.shape
+        groups = keys.shape[0]
+        if mask is not None:
+            keys, values = keys.expand(b, -1, -1, -1), values.expand(b, -1, -1, -1)
+            return ordinary_attention(query, keys, values, mask, scaling)
+        # Rows become further heads of their group, so that the keys are read once for all of them.
+        folded = query.view(b, groups, -1, t, c).transpose(0, 1).reshape(1, -1, t, c)
+        part = ordinary_attention(folded, keys[None], values[None], None, scaling)
+        return Partial(*(x.view(groups, b, -1, t, x.shape[-1]).transpose(0, 1).reshape(b, h, t, -1) for x in part))
+
+    def weights(self, layer: int, query: Tensor, scaling: float, total: Partial) -> Tensor:
+        """Attention [M] that the last position of query [1, H, T, c] gave, mean over heads, as a share of ``total``."""
+        keys, _ = self.layers[layer]
+        last = query[0, :, -1].float().view(keys.shape[0], -1, query.shape[-1])
+        scores = (last @ keys.float().transpose(1, 2)).flatten(0, 1) * scaling
+        return (torch.exp(scores - total.m[0, :, -1]) / total.l[0, :, -1]).mean(0)
+
+
+def sink_of(memories: Sequence[Memory]) -> tuple[int, int]:
+    """Whose prefix serves as the sink, and its length; (0, 0) if no memory has one."""
+    for i, memory in enumerate(memories):
+        if memory.manifest.prefix_ids:
+            return i, len(memory.manifest.prefix_ids)
+    return 0, 0
+
+
+def load_layer(
+    part: str, opened: Sequence[OpenMemory], spans: Sequence[Span], sink: tuple[int, int], device: torch.device
+) -> Tensor:
+    """One part of the sink and the spans [G, M, c], float32, in reading order."""
+    owner, length = sink
+    pieces = [opened[owner].prefix(part)[:length]] if length else []
+    pieces += [opened[span.memory].rows(part, span.start, span.stop) for span in spans]
+    return torch.cat([piece.to(device, torch.float32) for piece in pieces]).transpose(0, 1)
+
+
+def load_excerpt(
+    adapter: DecoderOnlyAdapter,
+    memories: Sequence[Memory],
+    open_memory: Callable[[Memory], OpenMemory],
+    spans: Sequence[Span],
+    device: torch.device,
+    layers: Iterable[int] | None = None,
+) -> Excerpt:
+    """Read the spans from the store, for some layers or all, and rotate their keys to where they are read."""
+    opened, sink = [open_memory(memory) for memory in memories], sink_of(memories)
+    excerpt = Excerpt(memories, spans, sink[1], {})
+    positions = torch.arange(excerpt.size, device=device)[None]
+    cos, sin = adapter.rotary(torch.empty(0, device=device), positions)
+    for layer in range(len(adapter.self_attentions)) if layers is None else layers:
+        keys = load_layer(f"keys.{layer}", opened, spans, sink, device)
+        values = load_layer(f"values.{layer}", opened, spans, sink, device)
+        excerpt.layers[layer] = rotate(keys[None], cos, sin)[0].contiguous(), values.contiguous()
+    return excerpt

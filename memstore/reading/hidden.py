@@ -1,0 +1,227 @@
+"""Reading encoder states: the cross-attention of an encoder-decoder sees the prompt and the memories as one softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from memstore.attachment import Attachment, TopK, device_of, empty_cache, finish, restart
+from memstore.attention import (
+    Partial,
+    absorb_keys,
+    absorb_values,
+    merge,
+    normalise,
+    ordinary_attention,
+    read_all,
+    read_rows,
+    shifted_exp,
+    split_heads,
+)
+from memstore.errors import AttachError
+from memstore.hooks import AttentionFunction
+from memstore.indexes import new_index
+from memstore.interfaces import VectorIndex
+from memstore.memory import Memory
+from memstore.provenance import readings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from memstore.families import CrossAttention, EncoderDecoderAdapter
+
+
+@dataclass
+class EmptyPrompt(BaseModelOutput):
+    """Encoder outputs that stand for no prompt.
+
+    Most models fail on encoder outputs of length 0 and some pass no mask, so the one state in here is hidden by the
+    type of this object, never by a mask.
+    """
+
+
+class Shelf:
+    """The memories of one row, in one order of token ids: where their blocks are, and the index of each."""
+
+    def __init__(self, memories: Sequence[Memory], blocks: Sequence[list[Tensor]], indexes: Sequence[VectorIndex]):
+        self.memories, self.indexes = memories, indexes
+        self.blocks = [block for each in blocks for block in each]
+        self.starts = torch.tensor([0, *(len(block) for block in self.blocks)]).cumsum(0)
+        self.offsets = [0]
+        for memory in memories:
+            self.offsets.append(self.offsets[-1] + memory.num_tokens)
+
+    def search(self, queries: Tensor, k: int) -> Tensor:
+        """Ids [m, k] of the best rows over all memories for queries [m, d]."""
+        found = [index.search(queries, k) for index in self.indexes]
+        scores = torch.cat([scores for scores, _ in found], dim=1)
+        ids = torch.cat(
+            [torch.where(ids < 0, ids, ids + offset) for (_, ids), offset in zip(found, self.offsets, strict=False)], 1
+        )
+        return ids if len(found) == 1 else ids.gather(1, scores.topk(min(k, scores.shape[1])).indices)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Rows [j, d] of ids [j]."""
+        if len(self.blocks) == 1:
+            return self.blocks[0][ids]
+        place = torch.searchsorted(self.starts, ids.cpu(), right=True) - 1
+        rows = self.blocks[0].new_empty(len(ids), self.blocks[0].shape[1])
+        for block in place.unique().tolist():
+            here = (place == block).to(ids.device)
+            rows[here] = self.blocks[block][ids[here] - int(self.starts[block])]
+        return rows
+
+
+class HiddenAttachment(Attachment):
+    """Encoder states attached to every cross-attention layer.
+
+    top_k: rows of the memories that each head reads at each step; None is the model's own window, "all" is exact
+    attention over everything. layers: the decoder layers that read, None for all; others see only the prompt.
+    index: the backend that searches, None for the configured one. explain: keep what was read for ``provenance()``.
+    """
+
+    adapter: EncoderDecoderAdapter
+
+    def __init__(
+        self,
+        adapter: EncoderDecoderAdapter,
+        rows: Sequence[Sequence[Memory]],
+        *,
+        top_k: TopK = None,
+        layers: Sequence[int] | None = None,
+        index: str | None = None,
+        explain: bool = False,
+    ) -> None:
+        super().__init__(adapter, rows, explain)
+        if isinstance(top_k, bool) or (top_k is not None and top_k != "all" and (not isinstance(top_k, int) or top_k < 1)):
+            raise AttachError(f'top_k={top_k!r} must be a whole number of at least 1, "all", or None.')
+        self.top_k, self.index = adapter.native_window if top_k is None else top_k, index
+        self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
+        unknown = set(layers or ()) - {attention.layer_idx for attention in self.attentions.values()}
+        if unknown or (layers is not None and not layers):
+            raise AttachError(f"layers={layers!r}: this decoder has layers 0 to {len(self.attentions) - 1}.")
+        self.layers = None if layers is None else frozenset(layers)
+        self._shelves: list[Shelf] = []
+        self._no_prompt = False
+
+    def empty_prompt(self, batch_size: int = 1) -> EmptyPrompt:
+        """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt: the memory alone is read."""
+        shape = (batch_size, 1, self.adapter.width)
+        return EmptyPrompt(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=self.model.device))
+
+    def _prepare(self) -> None:
+        device = device_of(self.model)
+        blocks: dict[int, list[Tensor]] = {}
+        indexes: dict[int, VectorIndex] = {}
+        self._shelves = []
+        for row in self.rows:
+            total = sum(memory.num_tokens for memory in row)
+            for memory in row:
+                if id(memory) not in blocks:
+                    blocks[id(memory)] = [block.to(device) for block in self.open_memory(memory).blocks("hidden")]
+                if self.top_k != "all" and self.top_k < total and id(memory) not in indexes:
+                    indexes[id(memory)] = new_index(self.index)
+                    indexes[id(memory)].build(blocks[id(memory)])
+            found = [indexes[id(memory)] for memory in row] if self.top_k != "all" and self.top_k < total else []
+            self._shelves.append(Shelf(row, [blocks[id(memory)] for memory in row], found))
+
+    def _release(self) -> None:
+        self._shelves.clear()
+
+    def _readers(self) -> dict[nn.Module, AttentionFunction]:
+        return {
+            module: partial(self._read, attention)
+            for module, attention in self.attentions.items()
+            if self.layers is None or attention.layer_idx in self.layers
+        }
+
+    def _stage(self) -> nn.Module:
+        return self.model
+
+    def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        if prompt is None:
+            return {"encoder_outputs": self.empty_prompt(len(self.rows))}
+        assert tokenizer is not None
+        return dict(tokenizer(prompt, return_tensors="pt").to(self.model.device))
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if empty_cache(kwargs):
+            restart(self)
+        self._no_prompt = isinstance(kwargs.get("encoder_outputs"), EmptyPrompt)
+        return kwargs
+
+    def _read(
+        self,
+        attention: CrossAttention,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        position_bias: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention function of a hooked cross-attention: memories, and the prompt unless it is empty."""
+        self._calls += 1
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        absorbed = absorb_keys(query, split_heads(attention.key.weight, attention.num_heads)) * scaling
+        chosen: list[Tensor | None] = []
+        parts: list[Partial] = []
+        for shelf, (_, batch_rows) in zip(self._shelves, self._groups(len(query)), strict=True):
+            queries = absorbed[batch_rows]
+            flat = queries.flatten(0, 2)
+            ids = shelf.search(flat, int(self.top_k)) if shelf.indexes else None
+            part = read_all(flat, shelf.blocks) if ids is None else read_rows(flat, shelf.gather, ids)
+            parts.append(Partial(*(tensor.unflatten(0, queries.shape[:3]) for tensor in part)))
+            chosen.append(ids)
+        memory = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        if attention.key.bias is not None:  # adds q·b_k to every score of the memory: the prompt's keys have it too
+            bias = split_heads(attention.key.bias, attention.num_heads).float()
+            memory = memory._replace(m=memory.m + torch.einsum("bhtc,hc->bht", query.float(), bias)[..., None] * scaling)
+        value_bias = attention.value.bias
+        memory = absorb_values(
+            memory,
+            split_heads(attention.value.weight, attention.num_heads),
+            None if value_bias is None else split_heads(value_bias, attention.num_heads),
+        )
+        total = memory
+        if not self._no_prompt:
+            total = merge([memory, ordinary_attention(query, key, value, mask, scaling, position_bias)])
+        if self.explain:
+            self._explain(attention.layer_idx, absorbed, chosen, memory, total)
+        return finish(normalise(total), query), None
+
+    def _explain(
+        self, layer: int, absorbed: Tensor, chosen: Sequence[Tensor | None], memory: Partial, total: Partial
+    ) -> None:
+        """Note the weights that the last position of every row gave, mean over heads, as they were used."""
+        share = (memory.l * shifted_exp(memory.m, total.m) / total.l)[:, :, -1]  # of all attention, [B, H, 1]
+        for shelf, ids, (_, rows) in zip(self._shelves, chosen, self._groups(len(absorbed)), strict=True):
+            b, h, t, _ = absorbed[rows].shape
+            for b_idx in range(b):
+                queries = absorbed[rows][b_idx, :, -1]
+                if ids is None:
+                    token_ids = torch.arange(shelf.offsets[-1], device=queries.device)
+                    scores = torch.cat([queries @ block.float().T for block in shelf.blocks], dim=1)
+                    weights = (scores.softmax(-1) * share[rows][b_idx]).mean(0)
+                else:
+                    picked = ids.view(b, h, t, -1)[b_idx, :, -1]
+                    states = shelf.gather(picked.clamp_min(0).flatten()).float().view(*picked.shape, -1)
+                    scores = torch.einsum("hd,hkd->hk", queries, states).masked_fill(picked < 0, -torch.inf)
+                    spread = (scores.softmax(-1) * share[rows][b_idx] / h).flatten()
+                    token_ids, where = picked.clamp_min(0).flatten().unique(return_inverse=True)
+                    weights = spread.new_zeros(len(token_ids)).index_add_(0, where, spread)
+                row = rows.start + b_idx
+                for memory_, start, stop in zip(shelf.memories, shelf.offsets, shelf.offsets[1:], strict=False):
+                    inside = (token_ids >= start) & (token_ids < stop)
+                    self._readings.extend(
+                        readings(self._step, row, layer, memory_, token_ids[inside] - start, weights[inside])
+                    )

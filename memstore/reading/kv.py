@@ -1,0 +1,316 @@
+"""Reading keys and values: a decoder-only model sees [sink | spans of the memories | its own tokens] as one softmax.
+
+A document that was encoded as one window is read whole, exactly as if it stood before the prompt. Of longer ones a
+scouting pass over the prompt chooses spans, which are then read at every layer and step of that sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from memstore.attachment import Attachment, TopK, device_of, find_cache, finish, restart
+from memstore.attention import Partial, merge, normalise, ordinary_attention
+from memstore.errors import AttachError, WindowExceededError
+from memstore.hooks import AttentionFunction
+from memstore.memory import Memory
+from memstore.provenance import readings
+from memstore.reading.chat import BETWEEN, chat_frame
+from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
+from memstore.reading.scouting import Scout
+from memstore.reading.selection import BLOCK, Span, choose_spans, num_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from memstore.families import DecoderOnlyAdapter
+
+BUDGET = 512  # tokens chosen for a prompt; more blocks bring distractors
+WIDTH = 4  # blocks of a span; contiguous text reads better than scattered blocks
+
+
+@dataclass
+class Context:
+    """One sequence of forward passes, from its prompt on: which rows read which excerpt.
+
+    repeated: [B, T] marks the prompt's tokens that the sink stands for already; they are hidden.
+    """
+
+    excerpts: list[tuple[slice, Excerpt]]
+    repeated: Tensor
+
+    def shift(self) -> Tensor:
+        """[B, 1]: how far each row's own tokens stand behind their usual positions."""
+        sizes = [excerpt.size for rows, excerpt in self.excerpts for _ in range(rows.start, rows.stop)]
+        return torch.tensor(sizes, device=self.repeated.device)[:, None] - self.repeated.sum(1, keepdim=True)
+
+
+class KvAttachment(Attachment):
+    """Keys and values attached to every self-attention layer.
+
+    top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
+    budget: tokens chosen for each prompt, by default 512. layers: the layers that read, None for all. explain: keep what
+    was read for ``provenance()``.
+    """
+
+    adapter: DecoderOnlyAdapter
+
+    def __init__(
+        self,
+        adapter: DecoderOnlyAdapter,
+        rows: Sequence[Sequence[Memory]],
+        *,
+        top_k: TopK = None,
+        budget: int | None = None,
+        layers: Sequence[int] | None = None,
+        index: str | None = None,
+        explain: bool = False,
+    ) -> None:
+        super().__init__(adapter, rows, explain)
+        if top_k not in (None, "all"):
+            raise AttachError(f'top_k={top_k!r}: a decoder-only memory is read by budget= in tokens, or top_k="all".')
+        if index is not None:
+            raise AttachError(f"index={index!r}: a decoder-only memory is searched by scouting, without an index.")
+        if budget is not None and budget < BLOCK:
+            raise AttachError(f"budget={budget!r} must be at least {BLOCK} tokens, the size of a block.")
+        every = range(len(adapter.self_attentions))
+        if layers is not None and (not layers or not set(layers) <= set(every)):
+            raise AttachError(f"layers={layers!r}: this decoder has layers 0 to {len(every) - 1}.")
+        self.layers = frozenset(every if layers is None else layers)
+        self.blocks = (BUDGET if budget is None else budget) // BLOCK
+        self.everything = top_k == "all"
+        self._whole: dict[int, Excerpt] = {}
+        self._contexts: WeakKeyDictionary[Any, Context] = WeakKeyDictionary()
+        self._scouts: list[tuple[slice, Scout]] | None = None
+        self._context = Context([], torch.empty(0, 0))
+        self._positions = torch.empty(0, 0)
+        self._seen = 0
+
+    def _reads_whole(self, row: Sequence[Memory]) -> bool:
+        single_window = len(row) == 1 and row[0].num_tokens <= row[0].manifest.rule.window
+        return self.everything or single_window or sum(num_blocks(memory.num_tokens) for memory in row) <= self.blocks
+
+    def _prepare(self) -> None:
+        for i, row in enumerate(self.rows):
+            if self._reads_whole(row):
+                everything = [Span(j, 0, memory.num_tokens) for j, memory in enumerate(row)]
+                self._whole[i] = load_excerpt(self.adapter, row, self.open_memory, everything, device_of(self.model))
+
+    def _release(self) -> None:
+        self._whole.clear()
+        self._contexts.clear()
+        self._context = Context([], torch.empty(0, 0))
+
+    def _readers(self) -> dict[nn.Module, AttentionFunction]:
+        modules = enumerate(self.adapter.self_attentions)
+        return {module: partial(self._read, layer) for layer, module in modules if layer in self.layers}
+
+    def _stage(self) -> nn.Module:
+        return self.adapter.decoder
+
+    def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        """The words after the memory. With a sink, the memory has the template's header before it already."""
+        if prompt is None or tokenizer is None:
+            raise AttachError("A decoder-only model needs a prompt: words and tokenizer=, or input_ids=.")
+        if len(self.rows) > 1:
+            raise AttachError("One prompt in words answers for one row; give input_ids= of all rows.")
+        frame = chat_frame(tokenizer)
+        before = BETWEEN if sink_of(self.rows[0])[1] else frame.before
+        words = before + prompt + frame.after
+        return dict(tokenizer(words, add_special_tokens=False, return_tensors="pt").to(self.model.device))
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self._scouts is not None:  # the scouting pass itself
+            return kwargs
+        if args:
+            raise AttachError("Call the model with keyword arguments while memories are attached.")
+        cache = find_cache(kwargs.values())
+        past = 0 if cache is None else int(cache.get_seq_length())
+        own = _own_positions(kwargs, past)
+        if past == 0:
+            self._context = self._begin(kwargs, own)
+            restart(self)
+        elif cache in self._contexts:
+            self._context = self._contexts[cache]
+        else:
+            raise AttachError("This cache was filled outside the attachment; start from the prompt while attached.")
+        self._seen = past + own.shape[1]
+        self._positions = own + self._context.shift()
+        longest = int(self._positions.max()) + 1
+        if longest > self.adapter.native_window:
+            raise WindowExceededError(
+                f"Memory, prompt and generated tokens need {longest} positions, and the model has "
+                f"{self.adapter.native_window}. Use a smaller budget=, a shorter prompt or fewer new tokens."
+            )
+        return kwargs | {"position_ids": self._positions}
+
+    def _after(self, output: Any) -> None:
+        cache = find_cache(output.values())
+        if cache is not None and self._scouts is None:
+            self._contexts[cache] = self._context
+
+    def _begin(self, kwargs: dict[str, Any], own: Tensor) -> Context:
+        """Choose what each row of a new prompt reads."""
+        groups = self._groups(len(own))
+        padding = _padding(kwargs, own)
+        repeated = torch.zeros_like(padding)
+        for memories, rows in groups:
+            owner, length = sink_of(memories)
+            if length and kwargs.get("input_ids") is not None:
+                header = memories[owner].manifest.prefix_ids
+                repeated[rows] = _leading(kwargs["input_ids"][rows], padding[rows], header)
+        wanting = [i for i in range(len(groups)) if i not in self._whole]
+        scouts = [
+            (groups[i][1], Scout(self.adapter, groups[i][0], self.open_memory, ~(padding | repeated)[groups[i][1]]))
+            for i in wanting
+        ]
+        if scouts:
+            self._scout(kwargs, own, scouts)
+        excerpts = [(groups[i][1], excerpt) for i, excerpt in self._whole.items()]
+        for rows, scout in scouts:
+            for row, scores in zip(range(rows.start, rows.stop), scout.mean(), strict=True):
+                excerpts.append((slice(row, row + 1), self._excerpt(scout.memories, scores)))
+        return Context(sorted(excerpts, key=lambda each: each[0].start), repeated)
+
+    def _excerpt(self, memories: Sequence[Memory], scores: Tensor) -> Excerpt:
+        lengths = [memory.num_tokens for memory in memories]
+        spans = choose_spans(scores, lengths, self.blocks, min(WIDTH, self.blocks))
+        return load_excerpt(self.adapter, memories, self.open_memory, spans, scores.device)
+
+    def _scout(self, kwargs: dict[str, Any], own: Tensor, scouts: list[tuple[slice, Scout]]) -> None:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise AttachError("Scouting needs a 2-dimensional attention mask; a static cache is not supported with it.")
+        inputs = {key: kwargs[key] for key in ("input_ids", "inputs_embeds", "attention_mask") if key in kwargs}
+        sink = max(sink_of(scout.memories)[1] for _, scout in scouts)
+        self._positions = own + sink + self.blocks * BLOCK
+        self._scouts = scouts
+        try:
+            with torch.no_grad():
+                self.adapter.decoder(**inputs, position_ids=self._positions, use_cache=False)
+        finally:
+            self._scouts = None
+
+    def _read(
+        self,
+        layer: int,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention function of a hooked layer."""
+        self._calls += 1
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        local_mask, n = _local_mask(mask, query, key.shape[2])
+        if self._scouts is None:
+            local_mask = self._hide_repeated(local_mask, n)
+        local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling)
+        if self._scouts is not None:
+            return finish(normalise(self._scouted(layer, query, local, scaling)), query), None
+        parts = [
+            excerpt.attend(layer, query[rows], scaling, self._far_mask(sliding_window, rows, excerpt))
+            for rows, excerpt in self._context.excerpts
+        ]
+        total = merge([Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))), local])
+        if self.explain:
+            self._explain(layer, query, scaling, total)
+        return finish(normalise(total), query), None
+
+    def _scouted(self, layer: int, query: Tensor, local: Partial, scaling: float) -> Partial:
+        """While scouting, each layer reads its own best blocks, and rows that need no scouting read their own tokens."""
+        assert self._scouts is not None
+        total = Partial(*(tensor.clone() for tensor in local))
+        for rows, scout in self._scouts:
+            scores = scout.score(layer, query[rows], self._positions[rows], scaling)
+            for row, best in zip(range(rows.start, rows.stop), scores, strict=True):
+                one = slice(row, row + 1)
+                lengths = [memory.num_tokens for memory in scout.memories]
+                spans = choose_spans(best, lengths, self.blocks, 1)
+                excerpt = load_excerpt(self.adapter, scout.memories, self.open_memory, spans, query.device, [layer])
+                part = excerpt.attend(layer, query[one], scaling)
+                for tensor, merged in zip(total, merge([part, Partial(*(x[one] for x in local))]), strict=True):
+                    tensor[one] = merged
+        return total
+
+    def _far_mask(self, window: int | None, rows: slice, excerpt: Excerpt) -> Tensor | None:
+        """[b, 1, T, M] for a layer with a sliding window: which memory tokens are near enough; None: all are seen."""
+        if window is None:
+            return None
+        distance = self._positions[rows][:, None, :, None] - torch.arange(excerpt.size, device=self._positions.device)
+        return distance < window
+
+    def _hide_repeated(self, mask: Tensor | None, n: int) -> Tensor | None:
+        """Take the prompt's repeated header out of the last n own tokens' mask."""
+        repeated = self._context.repeated[:, max(0, self._seen - n) :]
+        if not repeated.any():
+            return mask
+        hidden = torch.nn.functional.pad(repeated, (0, n - repeated.shape[1]))[:, None, None]
+        if mask is None:
+            return ~hidden
+        if mask.dtype == torch.bool:
+            return mask & ~hidden
+        return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+    def _explain(self, layer: int, query: Tensor, scaling: float, total: Partial) -> None:
+        for rows, excerpt in self._context.excerpts:
+            for row in range(rows.start, rows.stop):
+                one = slice(row, row + 1)
+                weights = excerpt.weights(layer, query[one], scaling, Partial(*(tensor[one] for tensor in total)))
+                at = excerpt.sink
+                for span in excerpt.spans:
+                    size = span.stop - span.start
+                    ids = torch.arange(span.start, span.stop, device=weights.device)
+                    memory = excerpt.memories[span.memory]
+                    self._readings.extend(readings(self._step, row, layer, memory, ids, weights[at : at + size]))
+                    at += size
+
+
+def _own_positions(kwargs: dict[str, Any], past: int) -> Tensor:
+    """[B, T]: the positions that the model's own tokens would have without a memory; padding takes none."""
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    b, t = tokens.shape[:2]
+    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if given is not None:
+        return torch.as_tensor(given).expand(b, t)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return (mask.cumsum(-1) - 1).clamp_min(0)[:, -t:]
+    return torch.arange(past, past + t, device=tokens.device).expand(b, t)
+
+
+def _padding(kwargs: dict[str, Any], own: Tensor) -> Tensor:
+    """[B, T] boolean: where the prompt is padding."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask[:, -own.shape[1] :] == 0
+    return torch.zeros_like(own, dtype=torch.bool)
+
+
+def _leading(ids: Tensor, padding: Tensor, header: Sequence[int]) -> Tensor:
+    """[b, T] boolean: the tokens of ``header`` in the rows that begin with it, after their padding."""
+    place = (~padding).cumsum(1) - 1
+    inside = ~padding & (place < len(header))
+    expected = torch.tensor(header, device=ids.device)[place.clamp(0, len(header) - 1)]
+    begins = (inside & (ids == expected)).sum(1, keepdim=True) == len(header)
+    return inside & begins
+
+
+def _local_mask(mask: Tensor | None, query: Tensor, n: int) -> tuple[Tensor | None, int]:
+    """The mask over the model's own tokens and how many keys it speaks of. None means causal, or all for one query."""
+    if mask is not None:
+        return mask[..., :n], min(n, mask.shape[-1])
+    t = query.shape[2]
+    if t == 1:
+        return None, n
+    return torch.ones(t, t, dtype=torch.bool, device=query.device).tril()[None, None], t

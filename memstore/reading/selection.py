@@ -1,0 +1,57 @@
+"""Which stretches of a long memory are worth reading: contiguous spans around the best-scored blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+BLOCK = 64  # tokens scored as one
+
+
+class Span(NamedTuple):
+    """Tokens start … stop-1 of the memory at place ``memory`` of a row's list."""
+
+    memory: int
+    start: int
+    stop: int
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks of a memory; the last one may be shorter."""
+    return -(-num_tokens // BLOCK)
+
+
+def choose_spans(scores: Tensor, lengths: Sequence[int], blocks: int, width: int) -> list[Span]:
+    """Grow the best blocks into spans of ``width`` blocks until ``blocks`` blocks are chosen.
+
+    scores: [total blocks], the blocks of all memories one after another; lengths: tokens of each memory. A span stays
+    inside its memory. Returns spans in document order, touching ones joined: contiguous text reads better than scattered
+    blocks, and more blocks bring distractors.
+    """
+    owners = [(memory, block) for memory, n in enumerate(lengths) for block in range(num_blocks(n))]
+    counts = [num_blocks(n) for n in lengths]
+    chosen: set[tuple[int, int]] = set()
+    for best in scores.argsort(descending=True, stable=True).tolist():
+        if len(chosen) >= blocks:
+            break
+        memory, block = owners[best]
+        if (memory, block) in chosen:
+            continue
+        first = max(0, min(block - (width - 1) // 2, counts[memory] - width))
+        around = sorted(range(first, min(first + width, counts[memory])), key=lambda b: (abs(b - block), b))
+        fresh = [(memory, b) for b in around if (memory, b) not in chosen]
+        chosen.update(fresh[: blocks - len(chosen)])
+    return _joined(sorted(chosen), lengths)
+
+
+def _joined(chosen: Sequence[tuple[int, int]], lengths: Sequence[int]) -> list[Span]:
+    spans: list[Span] = []
+    for memory, block in chosen:
+        start, stop = block * BLOCK, min((block + 1) * BLOCK, lengths[memory])
+        if spans and spans[-1].memory == memory and spans[-1].stop == start:
+            spans[-1] = spans[-1]._replace(stop=stop)
+        else:
+            spans.append(Span(memory, start, stop))
+    return spans

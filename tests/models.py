@@ -1,0 +1,119 @@
+"""Tiny random models of every supported family: biases and norms randomised, so that nothing cancels by being zero."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import transformers as tf
+
+VOCAB = 120
+
+
+def _bart_like(model: type, config: type, **extra) -> Callable:
+    def build():
+        return model(
+            config(
+                vocab_size=VOCAB,
+                d_model=48,
+                encoder_layers=2,
+                decoder_layers=3,
+                encoder_attention_heads=4,
+                decoder_attention_heads=6,
+                encoder_ffn_dim=64,
+                decoder_ffn_dim=64,
+                max_position_embeddings=64,
+                pad_token_id=1,
+                bos_token_id=0,
+                eos_token_id=2,
+                decoder_start_token_id=2,
+                forced_eos_token_id=None,
+                **extra,
+            )
+        )
+
+    return build
+
+
+def _t5_like(model: type, config: type) -> Callable:
+    def build():
+        return model(
+            config(
+                vocab_size=VOCAB,
+                d_model=48,
+                d_kv=10,
+                d_ff=64,
+                num_layers=2,
+                num_decoder_layers=3,
+                num_heads=4,
+                pad_token_id=0,
+                eos_token_id=1,
+                decoder_start_token_id=0,
+            )
+        )
+
+    return build
+
+
+def _llama_like(model: type, config: type, **extra) -> Callable:
+    def build():
+        return model(
+            config(
+                vocab_size=VOCAB,
+                hidden_size=48,
+                intermediate_size=64,
+                num_hidden_layers=3,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                max_position_embeddings=512,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+                **extra,
+            )
+        )
+
+    return build
+
+
+ENCODER_DECODERS = {
+    "bart": _bart_like(tf.BartForConditionalGeneration, tf.BartConfig),
+    "mbart": _bart_like(tf.MBartForConditionalGeneration, tf.MBartConfig),
+    "pegasus": _bart_like(tf.PegasusForConditionalGeneration, tf.PegasusConfig),
+    "marian": _bart_like(tf.MarianMTModel, tf.MarianConfig),
+    "m2m_100": _bart_like(tf.M2M100ForConditionalGeneration, tf.M2M100Config),
+    "t5": _t5_like(tf.T5ForConditionalGeneration, tf.T5Config),
+    "mt5": _t5_like(tf.MT5ForConditionalGeneration, tf.MT5Config),
+    "umt5": _t5_like(tf.UMT5ForConditionalGeneration, tf.UMT5Config),
+}
+
+DECODERS = {
+    "llama": _llama_like(tf.LlamaForCausalLM, tf.LlamaConfig, attention_bias=True),
+    "mistral": _llama_like(tf.MistralForCausalLM, tf.MistralConfig, sliding_window=None),
+    "mistral-sliding": _llama_like(tf.MistralForCausalLM, tf.MistralConfig, sliding_window=24),
+    "qwen2": _llama_like(tf.Qwen2ForCausalLM, tf.Qwen2Config),
+    "qwen3": _llama_like(tf.Qwen3ForCausalLM, tf.Qwen3Config, head_dim=12),
+}
+
+
+def build(family: str, seed: int = 0):
+    """A tiny model in evaluation mode, the same for the same seed."""
+    torch.manual_seed(seed)
+    model = {**ENCODER_DECODERS, **DECODERS}[family]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.max_length = None
+    return model.eval()
+
+
+def clone(model):
+    """An independent model with equal weights and configuration."""
+    return copy.deepcopy(model)
+
+
+def tokens(count: int, seed: int = 0, rows: int | None = None) -> torch.Tensor:
+    """Random ids that are no special tokens: [count], or [rows, count]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, VOCAB, (count,) if rows is None else (rows, count), generator=generator)

@@ -1,0 +1,1 @@
+"""Tests with real weights, and what they need."""

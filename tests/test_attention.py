@@ -1,0 +1,99 @@
+"""The equations of memstore.attention against plain attention written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memstore.attention import (
+    Partial,
+    absorb_keys,
+    absorb_values,
+    merge,
+    normalise,
+    ordinary_attention,
+    partial_attention,
+    read_all,
+    read_rows,
+    split_heads,
+)
+
+
+def plain(query, key, value, scaling, mask=None):
+    """Softmax attention with every key head repeated for its group, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scaling
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def test_absorbed_projections_equal_projected_keys_and_values():
+    torch.manual_seed(0)
+    memory, query = torch.randn(50, 24), torch.randn(2, 4, 3, 6)
+    key, value = torch.nn.Linear(24, 24), torch.nn.Linear(24, 24)
+    keys, values = (layer(memory).view(1, 50, 4, 6).transpose(1, 2).expand(2, -1, -1, -1) for layer in (key, value))
+    with torch.no_grad():
+        expected = plain(query, keys, values, 0.3)
+        absorbed = absorb_keys(query, split_heads(key.weight, 4)) * 0.3
+        part = Partial(*(x.unflatten(0, (2, 4, 3)) for x in read_all(absorbed.flatten(0, 2), [memory])))
+        output = normalise(absorb_values(part, split_heads(value.weight, 4), split_heads(value.bias, 4)))
+    assert (output - expected).abs().max() < 1e-5  # the key bias cancels inside one softmax
+
+
+@settings(max_examples=50, deadline=None)
+@given(cuts=st.lists(st.integers(1, 39), max_size=5, unique=True), seed=st.integers(0, 1000), scale=st.floats(0.1, 50))
+def test_merge_is_exact_however_the_keys_are_cut(cuts, seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(3, 40, generator=generator) * scale
+    values = torch.randn(3, 40, 8, generator=generator)
+    edges = [0, *sorted(cuts), 40]
+    pieces = [partial_attention(scores[:, a:b], values[:, a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    expected = torch.einsum("mn,mnd->md", scores.double().softmax(-1), values.double())
+    assert (normalise(merge(pieces)) - expected).abs().max() < 1e-5
+    assert torch.equal(normalise(merge(pieces[:1])), normalise(pieces[0]))
+
+
+def test_merging_a_fully_masked_part_changes_nothing():
+    values = torch.randn(2, 5, 3)
+    part = partial_attention(torch.randn(2, 5), values)
+    nothing = partial_attention(torch.full((2, 5), -torch.inf), values)
+    assert torch.equal(nothing.l, torch.zeros(2, 1)) and torch.equal(nothing.o, torch.zeros(2, 3))
+    assert torch.equal(normalise(merge([nothing, part])), normalise(part))
+    assert torch.equal(normalise(merge([nothing, nothing])), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [[100], [33, 33, 34], [1, 99]])
+def test_reading_blocks_equals_reading_all_rows_at_once(dtype, sizes):
+    torch.manual_seed(1)
+    memory, queries = torch.randn(100, 16).to(dtype), torch.randn(1500, 16)
+    expected = (queries.double() @ memory.double().T).softmax(-1) @ memory.double()
+    assert (normalise(read_all(queries, memory.split(sizes))) - expected).abs().max() < 1e-5
+    everything = torch.arange(100).expand(1500, 100)
+    assert (normalise(read_rows(queries, lambda ids: memory[ids], everything)) - expected).abs().max() < 1e-5
+
+
+def test_empty_slots_of_a_search_weigh_nothing():
+    memory, queries = torch.randn(7, 4), torch.randn(3, 4)
+    ids = torch.tensor([[0, 5, -1], [1, -1, -1], [-1, -1, -1]])
+    part = read_rows(queries, lambda rows: memory[rows], ids)
+    weights = (queries[0] @ memory[[0, 5]].T).softmax(-1)
+    torch.testing.assert_close(normalise(part)[0], weights @ memory[[0, 5]])
+    torch.testing.assert_close(normalise(part)[1], memory[1])
+    assert torch.equal(normalise(part)[2], torch.zeros(4))
+
+
+@pytest.mark.parametrize("length", [1, 3, 1100])
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+def test_ordinary_attention_with_grouped_heads_and_masks(length, kind):
+    torch.manual_seed(2)
+    query, key, value = torch.randn(2, 6, length, 8), torch.randn(2, 3, 20, 8), torch.randn(2, 3, 20, 8)
+    seen = torch.rand(2, 1, length, 20) > 0.3
+    seen[..., 0] = True
+    mask = {"none": None, "boolean": seen, "additive": torch.where(seen, 0.0, torch.finfo(torch.float32).min)}[kind]
+    output = normalise(ordinary_attention(query, key, value, mask, 0.5))
+    assert (output - plain(query, key, value, 0.5, None if kind == "none" else seen)).abs().max() < 1e-5

@@ -1,0 +1,134 @@
+"""A decoder-only model reads a stored document exactly as if it stood before the prompt, or chosen spans of long ones."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.models import DECODERS, build, tokens
+
+import memstore
+from memstore.attachment import find_cache
+from memstore.errors import AttachError, WindowExceededError
+
+EXACT = 1e-3
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+@pytest.fixture(params=sorted(DECODERS), scope="module")
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with memstore.open(tmp_path / "store") as store:
+        yield store
+
+
+def plain_logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_document_of_one_window_gives_the_plain_models_logits(model, store, implementation):
+    document, prompt = tokens(60), tokens(9, seed=1, rows=1)
+    model.set_attn_implementation(implementation)
+    expected = plain_logits(model, torch.cat((document[None], prompt), dim=1))[:, 60:]
+    memory = store.encode(model, input_ids=document, name="doc")
+    with memstore.attach(model, memory):
+        read = plain_logits(model, prompt)
+    assert (read - expected).abs().max() < EXACT
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_greedy_and_beam_generation_is_identical(model, store, settings):
+    document, prompt = tokens(60), tokens(9, seed=1, rows=2)
+    memory = store.encode(model, input_ids=document, name="doc")
+    generate = {"max_new_tokens": 10, "do_sample": False, **settings}
+    joined = torch.cat((document.expand(2, -1), prompt), dim=1)
+    expected = model.generate(input_ids=joined, **generate)[:, joined.shape[1] :]
+    with memstore.attach(model, memory) as attached:
+        answer = attached.generate(input_ids=prompt, **generate)
+    assert torch.equal(answer[:, 9:], expected)
+
+
+@pytest.mark.parametrize("given_positions", [False, True])
+def test_left_padded_batches(model, store, given_positions):
+    document, prompts, pads = tokens(60), tokens(9, seed=1, rows=3), (0, 2, 5)
+    memory = store.encode(model, input_ids=document, name="doc")
+    mask = torch.ones_like(prompts)
+    for row, pad in enumerate(pads):
+        prompts[row, :pad], mask[row, :pad] = 0, 0
+    positions = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if given_positions else {}
+    with memstore.attach(model, memory), torch.no_grad():
+        read = model(input_ids=prompts, attention_mask=mask, **positions).logits
+        written = model.generate(input_ids=prompts, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    for row, pad in enumerate(pads):
+        joined = torch.cat((document, prompts[row, pad:]))[None]
+        assert (read[row, pad:] - plain_logits(model, joined)[0, 60:]).abs().max() < EXACT
+        expected = model.generate(input_ids=joined, max_new_tokens=8, do_sample=False)[0, joined.shape[1] :]
+        assert torch.equal(written[row, 9 : 9 + len(expected)], expected)
+
+
+def test_rows_with_their_own_memories(model, store):
+    documents = [tokens(20 + 15 * i, seed=i) for i in range(2)]
+    memories = [store.encode(model, input_ids=document, name=str(i)) for i, document in enumerate(documents)]
+    prompts = tokens(9, seed=7, rows=2)
+    with memstore.attach(model, rows=[[memory] for memory in memories]):
+        together = plain_logits(model, prompts)
+        written = model.generate(input_ids=prompts, max_new_tokens=6, num_beams=2, do_sample=False)
+    for row, memory in enumerate(memories):
+        with memstore.attach(model, memory):
+            assert (together[row] - plain_logits(model, prompts[row : row + 1])[0]).abs().max() < EXACT
+            alone = model.generate(input_ids=prompts[row : row + 1], max_new_tokens=6, num_beams=2, do_sample=False)
+        ended = len(alone[0])  # a row that ended earlier than the other is filled up
+        assert torch.equal(written[row, :ended], alone[0]) and set(written[row, ended:].tolist()) <= {0, 2}
+
+
+def test_everything_of_two_documents_at_once(model, store):
+    """Reading more than the budget chooses; top_k="all" does not, and then no scouting pass disturbs the result."""
+    memories = [store.encode(model, input_ids=tokens(150, seed=i), name=str(i), window=64) for i in range(2)]
+    prompt = tokens(9, seed=7, rows=1)
+    with memstore.attach(model, *memories, top_k="all"):
+        everything = plain_logits(model, prompt)
+    with memstore.attach(model, *memories, budget=384):  # three blocks each: all of them
+        assert torch.equal(plain_logits(model, prompt), everything)
+    with memstore.attach(model, *memories, budget=128):
+        assert not torch.equal(plain_logits(model, prompt), everything)
+
+
+def test_scouted_generation_reads_its_budget_and_says_so(model, store):
+    memories = [store.encode(model, input_ids=tokens(200, seed=i), name=str(i), window=64) for i in range(2)]
+    prompt = tokens(9, seed=7, rows=2)
+    with memstore.attach(model, *memories, budget=128, explain=True) as attached:
+        attached.generate(input_ids=prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        readings = attached.provenance()
+    assert {r.step for r in readings} == {0, 1, 2, 3} and {r.layer for r in readings} == {0, 1, 2}
+    for row in (0, 1):
+        read = {(r.document, t) for r in readings if r.row == row for t in range(r.start_token, r.end_token)}
+        assert 64 < len(read) <= 128
+    for step, row, layer in {(r.step, r.row, r.layer) for r in readings}:
+        assert 0 < sum(r.mass for r in readings if (r.step, r.row, r.layer) == (step, row, layer)) < 1
+
+
+def test_a_cache_from_outside_is_refused(model, store):
+    memory = store.encode(model, input_ids=tokens(60), name="doc")
+    prompt = tokens(9, seed=1, rows=1)
+    with torch.no_grad():
+        cache = find_cache(model(input_ids=prompt, use_cache=True).values())
+        with memstore.attach(model, memory), pytest.raises(AttachError, match="outside the attachment"):
+            model(input_ids=prompt[:, :1], **{CACHE: cache})
+
+
+def test_the_native_window_is_never_exceeded_in_silence(model, store):
+    memory = store.encode(model, input_ids=tokens(500), name="doc", window=512)
+    with memstore.attach(model, memory):
+        plain_logits(model, tokens(12, rows=1))
+        with pytest.raises(WindowExceededError, match="513 positions"):
+            plain_logits(model, tokens(13, rows=1))

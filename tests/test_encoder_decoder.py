@@ -1,0 +1,145 @@
+"""An encoder-decoder reads a stored document exactly as if it had just encoded it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import ENCODER_DECODERS, build, tokens
+from transformers.modeling_outputs import BaseModelOutput
+
+import memstore
+from memstore.windows import plan
+
+FAMILIES = sorted(ENCODER_DECODERS)
+EXACT = 1e-4
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with memstore.open(tmp_path / "store") as store:
+        yield store
+
+
+def states(model, ids):
+    with torch.no_grad():
+        return model.get_encoder()(input_ids=ids[None]).last_hidden_state
+
+
+def logits(model, encoder_outputs, decoder_ids):
+    with torch.no_grad():
+        return model(encoder_outputs=encoder_outputs, decoder_input_ids=decoder_ids).logits
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_document_of_one_window_gives_the_plain_models_logits(model, store, implementation):
+    document, answer = tokens(60), tokens(7, seed=1, rows=1)
+    model.set_attn_implementation(implementation)
+    expected = logits(model, BaseModelOutput(last_hidden_state=states(model, document)), answer)
+    memory = store.encode(model, input_ids=document, name="doc")
+    with memstore.attach(model, memory, top_k="all") as attached:
+        read = logits(model, attached.empty_prompt(), answer)
+    assert (read - expected).abs().max() < EXACT
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_generation_is_identical_from_the_first_token(model, store, beams):
+    document = tokens(60)
+    settings = {"max_new_tokens": 12, "num_beams": beams, "do_sample": False}
+    expected = model.generate(encoder_outputs=BaseModelOutput(last_hidden_state=states(model, document)), **settings)
+    memory = store.encode(model, input_ids=document, name="doc")
+    with memstore.attach(model, memory, top_k="all") as attached:
+        by_hand = model.generate(encoder_outputs=attached.empty_prompt(), **settings)
+        assert torch.equal(attached.generate(**settings), expected)
+    assert torch.equal(by_hand, expected)
+    assert len(expected[0]) > 3
+
+
+def test_a_document_of_five_windows_reads_like_its_kept_states(model, store):
+    window = 32
+    document = tokens(32 + 4 * 16 - 5)
+    memory = store.encode(model, input_ids=document, name="doc", window=window)
+    pieces = plan(len(document), memory.manifest.rule)
+    assert len(pieces) == 5
+    kept = [
+        states(model, document[w.start : w.stop])[:, w.keep_start - w.start : w.keep_stop - w.start] for w in pieces
+    ]
+    kept = torch.cat(kept, dim=1)
+    assert kept.shape[1] == len(document)
+    answer = tokens(7, seed=1, rows=1)
+    expected = logits(model, BaseModelOutput(last_hidden_state=kept), answer)
+    with memstore.attach(model, memory, top_k="all") as attached:
+        assert (logits(model, attached.empty_prompt(), answer) - expected).abs().max() < EXACT
+    with memstore.attach(model, memory, top_k=len(document)) as attached:
+        assert (logits(model, attached.empty_prompt(), answer) - expected).abs().max() < EXACT
+
+
+def test_prompt_and_memories_are_one_softmax(model, store):
+    """Equal to the plain model on the concatenated states, whatever the order of the documents."""
+    prompt, one, two = tokens(20, seed=3), tokens(40, seed=4), tokens(50, seed=5)
+    joined = torch.cat([states(model, ids) for ids in (prompt, one, two)], dim=1)
+    answer = tokens(7, seed=1, rows=1)
+    expected = logits(model, BaseModelOutput(last_hidden_state=joined), answer)
+    memories = [store.encode(model, input_ids=ids, name=name) for ids, name in ((one, "one"), (two, "two"))]
+    for order in (memories, memories[::-1]):
+        with memstore.attach(model, *order, top_k="all"), torch.no_grad():
+            read = model(input_ids=prompt[None], decoder_input_ids=answer).logits
+        assert (read - expected).abs().max() < EXACT
+
+
+def test_rows_with_their_own_memories(model, store):
+    """Each row reads its own documents, prompts of unequal length included."""
+    one, two, three = (store.encode(model, input_ids=tokens(30 + i, seed=i), name=str(i)) for i in range(3))
+    answer = tokens(7, seed=1, rows=2)
+    prompts = tokens(12, seed=9, rows=2)
+    mask = torch.ones_like(prompts)
+    mask[0, 8:] = 0
+    alone = []
+    for row, memories, length in ((0, [one], 8), (1, [two, three], 12)):
+        with memstore.attach(model, *memories, top_k="all"), torch.no_grad():
+            read = model(input_ids=prompts[row : row + 1, :length], decoder_input_ids=answer[row : row + 1])
+            alone.append(read.logits)
+    with memstore.attach(model, rows=[[one], [two, three]], top_k="all"), torch.no_grad():
+        together = model(input_ids=prompts, attention_mask=mask, decoder_input_ids=answer).logits
+    assert (together - torch.cat(alone)).abs().max() < EXACT
+
+
+def test_top_k_reads_the_best_rows_of_each_head(model, store):
+    """Against attention over states of which each head sees only its own best: masked plain attention."""
+    memory = store.encode(model, input_ids=tokens(60), name="doc")
+    answer = tokens(7, seed=1, rows=1)
+    with memstore.attach(model, memory, top_k="all") as attached:
+        everything = logits(model, attached.empty_prompt(), answer)
+    errors = []
+    for k in (2, 30, 59):
+        with memstore.attach(model, memory, top_k=k) as attached:
+            errors.append((logits(model, attached.empty_prompt(), answer) - everything).abs().max().item())
+    assert errors[0] > errors[1] > errors[2] > 0
+
+
+def test_half_precision_memory_stays_close(model, store):
+    document, answer = tokens(60), tokens(7, seed=1, rows=1)
+    expected = logits(model, BaseModelOutput(last_hidden_state=states(model, document)), answer)
+    memory = store.encode(model, input_ids=document, name="doc", dtype="bfloat16")
+    with memstore.attach(model, memory, top_k="all") as attached:
+        error = (logits(model, attached.empty_prompt(), answer) - expected).abs().max()
+    assert 0 < error < 0.05 * expected.abs().max()
+
+
+def test_provenance_adds_up_to_the_attention_used(model, store):
+    memories = [store.encode(model, input_ids=tokens(60, seed=i), name=f"doc{i}") for i in range(2)]
+    for top_k in ("all", 20):
+        with memstore.attach(model, *memories, top_k=top_k, explain=True) as attached:
+            attached.generate(max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            readings = attached.provenance()
+        steps, layers = {r.step for r in readings}, {r.layer for r in readings}
+        assert steps == {0, 1, 2, 3} and layers == {0, 1, 2}
+        for step in steps:
+            for layer in layers:
+                mass = sum(r.mass for r in readings if (r.step, r.layer) == (step, layer))
+                assert mass == pytest.approx(1, abs=1e-4)  # no prompt: the memory has all of it
