@@ -1,4 +1,4 @@
-"""The records of a store's catalog: its format, and one manifest per memory, complete or in progress."""
+"""The records of a store's catalog: its format, a manifest per memory, complete or in progress, tombstones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from memstore.interfaces import RecordStore
 from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR
 
 FORMAT = b"format"
-SEALED, PENDING = b"m", b"p"
+SEALED, PENDING = b"m", b"p"  # + a hash of the name: a manifest
+TOMBSTONE = b"t"  # + an id whose space is to be given back
 
 
 def is_name(name: object) -> TypeGuard[str]:

@@ -59,7 +59,7 @@ class VectorIndex(ABC):
 
 
 class RecordReader(ABC):
-    """The sealed records of one memory, open for reading. Buffers it returns are valid until :meth:`close`."""
+    """The sealed records of one memory, open for reading. Buffers it returns stay valid as long as they are held."""
 
     @abstractmethod
     def get(self, key: bytes) -> memoryview:
@@ -90,7 +90,10 @@ class RecordWriter(ABC):
 
     @abstractmethod
     def seal(self) -> dict[str, Any]:
-        """End writing and close. Returns what a reader needs to notice damage (msgpack-able), kept by the catalog."""
+        """End writing and close. Returns what a reader needs to notice damage (msgpack-able), kept by the catalog.
+
+        Its ``"nbytes"`` is the space on disk.
+        """
 
     @abstractmethod
     def close(self) -> None: ...

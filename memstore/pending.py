@@ -1,18 +1,19 @@
 """Memories in progress: who may write one, how an interrupted one is resumed, and how its space is given back.
 
 A memory's pending manifest is committed before its first byte is written, and becomes its sealed manifest in one
-commit. So whatever lies in the store and is named by neither kind of manifest belongs to nobody.
+commit. A removal puts a tombstone in the place of the manifest, which goes when the space has been given back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import filelock
 
-from memstore.catalog import PENDING, SEALED, is_name, key
+from memstore.catalog import PENDING, SEALED, TOMBSTONE, is_name, key
 from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
@@ -47,12 +48,14 @@ def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWrit
             drop(records, draft.name)
             continue
         lock = _acquire(records, manifest)
-        if value is None:
-            certain = records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: None})
-        else:
-            certain = records.get(pending_key) == value
-        if certain:
-            return _writer(store, manifest, value or packed, document, lock)
+        try:
+            # Also where nothing changes: inside a commit the catalog is certain to be the newest.
+            puts = {pending_key: packed} if value is None else {}
+            if records.commit(puts, expect={pending_key: value, sealed_key: None}):
+                return _writer(store, manifest, value or packed, document, lock)
+        except BaseException:
+            lock.release()
+            raise
         _discard(lock)  # another process was faster: look again
 
 
@@ -65,28 +68,43 @@ def drop(records: RecordStore, name: str) -> bool:
     try:
         value = records.get(pending_key)
         manifest = None if value is None else Manifest.unpack(value)
-    except (DamagedMemoryError, FormatError):  # its id cannot be read: reclaim() gives the space back
+    except (DamagedMemoryError, FormatError):  # its id cannot be read, so its space stays taken
         return records.commit({}, [pending_key])
     if manifest is None:
         return False
     lock = _acquire(records, manifest)
-    dropped = records.commit({}, [pending_key], {pending_key: value})
-    if dropped:
-        records.delete(manifest.id)
+    try:
+        dropped = remove(records, pending_key, value, manifest.id)
+    except BaseException:
+        lock.release()
+        raise
     _discard(lock)
-    return dropped
+    return dropped or drop(records, name)  # if another process was faster: look again
+
+
+def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memory_id: str) -> bool:
+    """Remove a memory, complete or not. False if the catalog no longer has this value for it."""
+    tombstone = TOMBSTONE + memory_id.encode()
+    removed = records.commit({tombstone: b""}, [manifest_key], {manifest_key: value})
+    if removed:
+        _bury(records, tombstone)
+    return removed
 
 
 def reclaim(records: RecordStore) -> None:
-    """Give back the space that no manifest names, such as that of a removal that was interrupted."""
-    ids = records.memory_ids()  # before the catalog is read, so that a memory started meanwhile is not among them
-    try:
-        snapshot = records.items(b"")  # both kinds from one moment: a memory may change from one to the other
-        named = {Manifest.unpack(value).id for each, value in snapshot if each[:1] in (SEALED, PENDING)}
-    except StoreError:
-        return  # a manifest that cannot be read may name any of them
-    for memory_id in set(ids) - named:
-        records.delete(memory_id)
+    """Give back the space of removals that were interrupted.
+
+    Only what a tombstone names is deleted, never what no manifest names: a catalog that was damaged, or restored from
+    an older copy, must not cost a memory.
+    """
+    with contextlib.suppress(StoreError):  # the next opening tries again
+        for tombstone, _ in records.items(TOMBSTONE):
+            _bury(records, tombstone)
+
+
+def _bury(records: RecordStore, tombstone: bytes) -> None:
+    records.delete(tombstone[len(TOMBSTONE) :].decode())
+    records.commit({}, [tombstone])
 
 
 def _writer(
@@ -105,16 +123,15 @@ def _writer(
         return Memory(store, sealed)
 
     try:
-        try:
-            opened = records.writer(manifest.id, capacity)
-        except DamagedMemoryError:  # it was never complete, so nothing is lost by starting again
-            records.delete(manifest.id)
-            opened = records.writer(manifest.id, capacity)
+        opened = records.writer(manifest.id, capacity)
+    except DamagedMemoryError:  # it was never complete, so nothing is lost by starting again
+        records.delete(manifest.id)
+        opened = records.writer(manifest.id, capacity)
+    try:
         writer = MemoryWriter(manifest, opened, seal, lock.release)
         writer.put_document(document)
     except BaseException:
         opened.close()
-        lock.release()
         raise
     return writer
 

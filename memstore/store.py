@@ -105,18 +105,14 @@ class MemoryStore:
             raise self._not_found(name)
         sealed_key = key(SEALED, name)
         try:
-            value = self.records.get(sealed_key)
-            memory_id = Manifest.unpack(value).id if value else None
-        except (DamagedMemoryError, FormatError):  # its id cannot be read: the next opening gives the space back
+            while (value := self.records.get(sealed_key)) is not None:
+                if pending.remove(self.records, sealed_key, value, Manifest.unpack(value).id):
+                    return
+        except (DamagedMemoryError, FormatError):  # its id cannot be read, so its space stays taken
             self.records.commit({}, [sealed_key])
             return
-        if memory_id is None:
-            if not pending.drop(self.records, name):
-                raise self._not_found(name)
-        elif self.records.commit({}, [sealed_key], {sealed_key: value}):
-            self.records.delete(memory_id)
-        else:
-            raise self._not_found(name)  # another process was faster
+        if not pending.drop(self.records, name):
+            raise self._not_found(name)
 
     def encode(
         self,

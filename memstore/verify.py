@@ -57,7 +57,7 @@ def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, str | None], str
         answers[answer["id"]] = answer["problem"]
     if child.returncode < 0:
         return answers, f"The process that read it was ended by {signal.Signals(-child.returncode).name}."
-    if child.returncode > 0:
+    if child.returncode > 0 or len(answers) < len(ids):
         raise StoreError(f"The process that checks {store.path} failed:\n{child.stderr.strip()}")
     return answers, None
 

@@ -146,7 +146,9 @@ index_tables = st.fixed_dictionaries(
 
 @given(st.lists(index_tables, max_size=5))
 def test_layering_equals_a_fold_over_the_layers(tables: list[dict[str, Any]]) -> None:
-    backend, expected, origins = "exact", {}, {}
+    backend = "exact"
+    expected: dict[str, int] = {}
+    origins: dict[str, str] = {}
     for number, table in enumerate(tables):
         if table.get("backend", backend) != backend:
             expected = {}

@@ -30,7 +30,9 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
         eos_token_id=257,
         pad_token_id=257,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

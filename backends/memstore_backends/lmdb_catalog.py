@@ -19,6 +19,7 @@ from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError,
 
 CATALOG_MAP = 4 << 30  # address space, not disk: the file grows as records come. Equal in all processes, so that none
 MAX_READERS = 1024  #    has to resize its map (which would pull it from under a reader).
+_LOCK_BYTES = 64 * (MAX_READERS + 4)
 _CHECKSUM = 16
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -33,16 +34,22 @@ def translated(path: Path) -> Iterator[None]:
         raise StoreFullError(f"{path} has reached the size it was opened for ({error}).") from error
     except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
         raise FormatError(f"{path} is not in the format of LMDB 0.9 ({error}). Restore it from a copy.") from error
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError) as error:
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
         raise DamagedMemoryError(f"{path} is damaged ({error}). Restore it from a copy, or remove it.") from error
     except (lmdb.Error, OSError) as error:
         code = error.errno if isinstance(error, OSError) else error.code
-        if code in _FULL or isinstance(error, lmdb.DiskError):
+        if code in _FULL or (code == errno.EIO and _is_full(path)):
             message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
             raise StoreFullError(message) from error
         if code in _READ_ONLY or isinstance(error, lmdb.ReadonlyError):
             raise ReadOnlyStoreError(f'{path} cannot be written ({error}). Open the store with mode="r".') from error
         raise StoreError(f"{path}: {error}") from error
+
+
+def _is_full(path: Path) -> bool:
+    """LMDB reports EIO when the disk takes only a part of what it writes."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize < 1 << 20
 
 
 class Catalog:
@@ -125,24 +132,31 @@ class Catalog:
         # Without the lock file a reader does not hold back the pages it reads: a commit of another process during a
         # read may then show as damage. It is given up only where it cannot be had.
         lock_file = self._folder / "lock.mdb"
-        lock = os.access(lock_file if lock_file.exists() else self._folder, os.W_OK)
+        lock = self._writable or os.access(lock_file if lock_file.exists() else self._folder, os.W_OK)
+        if lock:
+            _allocate(lock_file)
         self._env = lmdb.open(
             str(self._folder),
             map_size=CATALOG_MAP,
             max_readers=MAX_READERS,
             readonly=not self._writable,
             create=self._writable,
-            lock=self._writable or lock,
+            lock=lock,
             lib_version=0,
         )
         self._process = os.getpid()
+        if self._writable:
+            # Where a process was killed just after its last commit, readers do not see that commit until a writer
+            # comes. An empty transaction writes nothing.
+            self._env.begin(write=True).abort()
 
     def _check(self) -> None:
         """Walk the file without liblmdb, which a damaged page can crash."""
         data = self._folder / "data.mdb"
         for attempt in range(5):
             try:
-                problems = lmdb.verify.verify(str(data)) if data.exists() and data.stat().st_size else []
+                empty = not data.exists() or data.stat().st_size == 0
+                problems = [] if empty else lmdb.verify.verify(str(data))  # type: ignore[no-untyped-call]
             except lmdb.verify.VerifyError as error:
                 problems = [str(error)]
             if not problems:
@@ -152,6 +166,19 @@ class Catalog:
             f"The catalog {data} is damaged ({problems[0]}). Restore the store from a copy, or remove it and encode "
             "its documents again."
         )
+
+
+def _allocate(lock_file: Path) -> None:
+    """Give the lock file its blocks: LMDB writes to it through a map, which on a full disk would raise SIGBUS.
+
+    Only while this process does not have it open: closing a file drops all POSIX locks that the process has on it.
+    """
+    fd = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.fstat(fd).st_blocks * 512 < _LOCK_BYTES:
+            os.posix_fallocate(fd, 0, _LOCK_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

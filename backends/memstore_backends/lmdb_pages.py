@@ -132,7 +132,7 @@ class _Walk:
         self.hash.update(header)
         own_number, _, flags, low, high = _HEADER.unpack_from(header)
         needed = (_HEADER.size - 1 + size) // self.page_size + 1
-        if own_number != number or flags & _KINDS != _OVERFLOW or low | high << 16 != needed:
+        if own_number != number or flags & _KINDS != _OVERFLOW or low | high << 16 < needed:
             raise PageError(f"page {number} does not start a value of {size} bytes")
         if number + needed > self.num_pages:
             raise PageError(f"the value at page {number} ends outside the file")

@@ -84,13 +84,15 @@ class LmdbRecords(RecordStore):
         folder = self._memories / memory_id
         with translated(folder):
             if folder.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it too
-            if folder.exists():
-                shutil.rmtree(folder)
+                try:
+                    shutil.rmtree(folder)
+                except FileNotFoundError:  # another process is removing it too
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def memory_ids(self) -> list[str]:
         with translated(self._memories):
-            return sorted(entry.name for entry in self._memories.iterdir() if _ID.fullmatch(entry.name))
+            folders = self._memories.iterdir() if self._memories.exists() else []
+            return sorted(folder.name for folder in folders if _ID.fullmatch(folder.name))
 
     def close(self) -> None:
         if any(user.is_open for user in self._users):

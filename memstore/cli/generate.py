@@ -58,27 +58,29 @@ def generate(
         return
     out.print(text, soft_wrap=True)
     for passage in passages:
-        where = f"{passage['document']}, characters {passage['start_char']}–{passage['end_char']}"
+        where = f"{passage['document']}, tokens {passage['start_token']}–{passage['end_token']}"
         out.print(f"\n{passage['share']:.1%} of attention: {where}", style="dim", soft_wrap=True)
-        out.print(passage["text"], soft_wrap=True)
+        if "text" in passage:
+            out.print(" ".join(passage["text"].split())[:EXCERPT], soft_wrap=True)
 
 
 def _passages(readings: Iterable[Reading], memories: list[Memory]) -> list[dict[str, Any]]:
     """The passages that held most attention, as a mean over all steps and layers."""
-    by_name = {memory.name: memory for memory in memories}
     masses: dict[tuple[str, int, int], float] = defaultdict(float)
     moments = set()
     for reading in readings:
-        masses[reading.document, reading.start_char, reading.end_char] += reading.mass
+        masses[reading.document, reading.start_token, reading.end_token] += reading.mass
         moments.add((reading.step, reading.row, reading.layer))
+    by_name = {memory.name: memory for memory in memories}
     heaviest = sorted(masses.items(), key=lambda item: -item[1])[:MOST_PASSAGES]
     return [
-        {
-            "document": name,
-            "start_char": start,
-            "end_char": end,
-            "share": mass / len(moments),
-            "text": " ".join(by_name[name].text[start:end].split())[:EXCERPT],
-        }
-        for (name, start, end), mass in heaviest
+        _passage(by_name[name], start, end) | {"share": mass / len(moments)} for (name, start, end), mass in heaviest
     ]
+
+
+def _passage(memory: Memory, start_token: int, end_token: int) -> dict[str, Any]:
+    passage: dict[str, Any] = {"document": memory.name, "start_token": start_token, "end_token": end_token}
+    if memory.text is not None:
+        start, end = memory.chars(start_token, end_token)
+        passage |= {"start_char": start, "end_char": end, "text": memory.text[start:end]}
+    return passage

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from memstore import documents
 from memstore.cli.common import (
@@ -100,18 +100,15 @@ class ReadingProgress:
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("tokens"),
-            _Speed(),
-            TimeRemainingColumn(),
+            TextColumn("tokens{task.fields[pace]}"),
             console=err,
             transient=True,
             disable=not err.is_terminal,
-            get_time=get_time,
         )
         self._name, self._get_time = name, get_time
-        self._task = self.bar.add_task(name, total=None)
+        self._task = self.bar.add_task(name, total=None, pace="")
         self._first: tuple[int, float] | None = None
-        self._done = 0
+        self._summary = ""
 
     def __enter__(self) -> ReadingProgress:
         self.bar.start()
@@ -119,20 +116,18 @@ class ReadingProgress:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.bar.stop()
-        if kind is None and self._first is not None and not err.is_terminal:
-            tokens, seconds = self._done - self._first[0], self._get_time() - self._first[1]
-            err.print(f"{self._name}: {tokens:,} tokens in {seconds:.1f} s", soft_wrap=True)
+        if kind is None and self._summary and not err.is_terminal:
+            err.print(f"{self._name}: {self._summary}", soft_wrap=True)
 
     def __call__(self, done_tokens: int, total_tokens: int) -> None:
-        self._done = done_tokens
-        if self._first is None:
-            # What an interrupted run had read already must not count as speed.
-            self._first = (done_tokens, self._get_time())
-            self.bar.reset(self._task, total=total_tokens, completed=done_tokens)
-        else:
-            self.bar.update(self._task, completed=done_tokens)
-
-
-class _Speed(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.0f} tokens/s" if task.speed else "")
+        now = self._get_time()
+        if self._first is None:  # what an interrupted run had read already must not count as speed
+            self._first = (done_tokens, now)
+        tokens, seconds = done_tokens - self._first[0], now - self._first[1]
+        pace = ""
+        if tokens and seconds:
+            speed = tokens / seconds
+            left = timedelta(seconds=round((total_tokens - done_tokens) / speed))
+            pace = f", {speed:,.0f} tokens/s, {left} left"
+            self._summary = f"read {tokens:,} tokens in {seconds:.1f} s, {speed:,.0f} tokens/s"
+        self.bar.update(self._task, total=total_tokens, completed=done_tokens, pace=pace)

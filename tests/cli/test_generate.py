@@ -66,7 +66,7 @@ def test_explain_shows_the_passages_that_were_read(run: Run, library: Path, mode
     assert passages[0]["document"] == "ruth[1]"
     assert passages[0]["text"].startswith("And Ruth said")
     text = run(*arguments, "--max-new-tokens", 4).stdout
-    assert "% of attention: ruth[1], characters 0–" in text
+    assert "% of attention: ruth[1], tokens 0–" in text
     assert "And Ruth said" in text
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 import memstore
-from memstore.cli import index as index_module
+from memstore.cli import index
 from tests.cli.conftest import GENESIS, Run
 
 
@@ -129,26 +130,29 @@ def test_the_configured_store_is_the_default(
     assert names(tmp_path / "configured") == ["genesis"]
 
 
-def test_a_terminal_sees_a_bar_with_tokens_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
-    monkeypatch.setattr(index_module, "err", terminal)
-    now = iter(range(100))
-    with index_module.ReadingProgress("genesis", get_time=lambda: float(next(now))) as progress:
-        for done in (0, 500, 1000, 1500):
-            progress(done, 2000)
-        progress.bar.refresh()
-        shown: Any = terminal.file
-        text = shown.getvalue()
-    assert "genesis" in text
-    assert "1500/2000 tokens" in text
-    assert "tokens/s" in text
-    assert "0:00:" in text
+@pytest.fixture
+def seconds() -> Callable[[], float]:
+    """A clock that goes on by one second each time it is read."""
+    return itertools.count(0.0).__next__
 
 
-def test_what_an_interrupted_run_had_read_is_no_speed(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_terminal_sees_a_bar_with_tokens_speed_and_time_left(
+    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]
 ) -> None:
-    with index_module.ReadingProgress("genesis") as progress:
-        progress(1000, 2000)
-        progress(2000, 2000)
-    assert capsys.readouterr().err.startswith("genesis: 1,000 tokens in 0.0 s")
+    shown = io.StringIO()
+    monkeypatch.setattr(index, "err", Console(file=shown, force_terminal=True, width=120, color_system=None))
+    with index.ReadingProgress("genesis [1]", seconds) as progress:
+        for done in (500, 1000, 1500):
+            progress(done, 90_500)
+        progress.bar.refresh()
+    assert "genesis [1] " in shown.getvalue()
+    assert "1500/90500 tokens, 500 tokens/s, 0:02:58 left" in shown.getvalue()
+
+
+def test_elsewhere_one_line_tells_what_was_read_now(
+    seconds: Callable[[], float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with index.ReadingProgress("genesis", seconds) as progress:
+        progress(1000, 4000)  # an interrupted run had read these
+        progress(4000, 4000)
+    assert capsys.readouterr().err == "genesis: read 3,000 tokens in 1.0 s, 3,000 tokens/s\n"

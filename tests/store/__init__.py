@@ -1,0 +1,1 @@
+"""The store: keeping, finding, resuming, removing, and noticing damage."""
