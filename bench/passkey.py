@@ -4,8 +4,8 @@
 
 SmolLM2-135M-Instruct, the King James Bible as filler, the needle at a random depth, the question in natural form through
 the chat template. Beside the memory's answer stands that of the plain model with the very blocks that the memory chose
-pasted into its prompt as text. A trial costs little: the needle replaces tokens of a filler memory that is stored once,
-and only the windows that see the needle are encoded again, which gives the memory that a full encoding would.
+pasted into its prompt as text. A trial costs little: the needle replaces tokens of a filler memory that is stored
+once, and only the windows that see the needle are encoded again, which gives the memory that a full encoding would.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import memstore
 from memstore import assets
+from memstore.fingerprint import tensor_bytes
 from memstore.memory import Document, Memory
 from memstore.reading.chat import BETWEEN, chat_frame
 from memstore.registry import adapter_for
@@ -82,7 +83,9 @@ def splice(store: memstore.store.MemoryStore, reader: Reader, filler: Memory, id
         with torch.no_grad():
             encoded = adapter.encode(inputs)
         for part, rows in encoded.items():
-            kept = rows[0, len(prefix) + window.keep_start - window.start : len(prefix) + window.keep_stop - window.start]
+            kept = rows[
+                0, len(prefix) + window.keep_start - window.start : len(prefix) + window.keep_stop - window.start
+            ]
             kept = kept.to(getattr(torch, filler.manifest.parts[part].dtype))
             fresh[part] = torch.cat((fresh[part], kept)) if part in fresh else kept
         first, last = (first or window.keep_start) if last else window.keep_start, window.keep_stop
@@ -97,7 +100,7 @@ def splice(store: memstore.store.MemoryStore, reader: Reader, filler: Memory, id
     )
     with filler.open() as old, store.create(draft, Document(None, ids, None)) as writer:
         if draft.prefix_ids:
-            writer.put_prefix({part: _bytes(old.prefix(part)) for part in draft.parts})
+            writer.put_prefix({part: tensor_bytes(old.prefix(part)) for part in draft.parts})
         for i in range(draft.num_blocks):
             start = i * draft.block_tokens
             block = {}
@@ -108,13 +111,9 @@ def splice(store: memstore.store.MemoryStore, reader: Reader, filler: Memory, id
                 if low < high:
                     rows = rows.clone()
                     rows[low - start : high - start] = fresh[part][low - first : high - first]
-                block[part] = _bytes(rows)
+                block[part] = tensor_bytes(rows)
             writer.append(block)
         return writer.finish()
-
-
-def _bytes(rows: torch.Tensor) -> memoryview:
-    return memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def hide(rng: random.Random, tokenizer, ids: np.ndarray) -> tuple[str, int, np.ndarray]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,7 @@ class Attachment(ABC):
     def _release(self) -> None:
         """Let go of what :meth:`_prepare` built and of everything that views the memories."""
 
+    @abstractmethod
     def _after(self, output: Any) -> None:
         """Take note of what a step returned."""
 
@@ -138,6 +139,11 @@ class Attachment(ABC):
     ) -> None:
         self._stack.close()
 
+    def empty_prompt(self, batch_size: int = 1) -> Any:
+        """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt. Raises AttachError if the model
+        has no encoder."""
+        raise AttachError(f"{type(self.model).__name__} has no encoder; give it a prompt.")
+
     def open_memory(self, memory: Memory) -> OpenMemory:
         """The memory's open records. They live as long as this attachment."""
         return self._opened[id(memory)]
@@ -151,9 +157,8 @@ class Attachment(ABC):
     ) -> Any:
         """``model.generate`` over the attached memories.
 
-        With a prompt in words and a tokenizer, returns the answer as a str (through the chat template, if there is one).
-        With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns; an encoder-decoder may be
-        given no input at all. Further keywords go to ``model.generate``.
+        With a prompt in words and a tokenizer, returns the answer as a str (through the chat template, if any). With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns; an encoder-decoder may be given
+        no input at all. Further keywords go to ``model.generate``.
 
         Raises FingerprintMismatchError for another tokenizer than the one a memory was written with.
         """
@@ -166,11 +171,11 @@ class Attachment(ABC):
             raise AttachError("Give either a prompt in words or tensors, not both.")
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
         self._readings.clear()
-        output = self.model.generate(**inputs)
+        output = cast(Any, self.model).generate(**inputs)
         if tokenizer is None:
             return output
         start = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-        return tokenizer.decode(output[0, start:], skip_special_tokens=True).strip()
+        return str(tokenizer.decode(output[0, start:], skip_special_tokens=True)).strip()
 
     def provenance(self) -> list[Reading]:
         """What was read for every token since the last prompt, heaviest passages first within a step and layer.
@@ -187,8 +192,8 @@ class Attachment(ABC):
             ours = memory.fingerprint.get("tokenizer")
             if ours is not None and ours != theirs:
                 raise FingerprintMismatchError(
-                    f"Memory {memory.name!r} was written with another tokenizer. What differs: tokenizer (memory: {ours}, "
-                    f"given: {theirs}). Use the tokenizer that belongs to the model."
+                    f"Memory {memory.name!r} was written with another tokenizer. What differs: tokenizer (memory: "
+                    f"{ours}, given: {theirs}). Use the tokenizer that belongs to the model."
                 )
 
     def _pre_hook(
@@ -209,7 +214,7 @@ class Attachment(ABC):
         """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
         if batch % len(self.rows):
             raise AttachError(
-                f"{len(self.rows)} rows of memories are attached, and a batch of {batch} cannot be shared out among them."
+                f"{len(self.rows)} rows of memories are attached; a batch of {batch} cannot be shared out among them."
             )
         each = batch // len(self.rows)
         return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]

@@ -101,8 +101,8 @@ def read_all(queries: Tensor, blocks: Iterable[Tensor]) -> Partial:
 def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor) -> Partial:
     """Attend from each query [m, d] to its own rows ids [m, k]; id -1 is an empty slot.
 
-    ``gather`` returns the rows of flat ids [j] as [j, d]. The index only chose the rows: their scores are computed anew,
-    exactly (top-k attention, Unlimiformer section 2.2).
+    ``gather`` returns the rows of flat ids [j] as [j, d]. The index only chose the rows: their scores are computed
+    anew, exactly (top-k attention, Unlimiformer section 2.2).
     """
     rows = gather(ids.clamp_min(0).flatten()).float().view(*ids.shape, -1)
     scores = torch.einsum("md,mkd->mk", queries.float(), rows)
@@ -119,9 +119,7 @@ def ordinary_attention(
     """
     parts = [
         _ordinary_chunk(chunk, key, value, _rows(mask, start), scaling, _rows(bias, start))
-        for start, chunk in zip(
-            range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True
-        )
+        for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(t, dim=2) for t in zip(*parts, strict=True)))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from memstore.errors import ConfigError, DocumentError, EncodingError, MemoryExistsError
-from memstore.fingerprint import fingerprint
+from memstore.fingerprint import fingerprint, tensor_bytes
 from memstore.manifest import ITEM_BYTES, Manifest, PartSpec
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
@@ -142,7 +142,7 @@ def _digest(document: Document, features: Tensor | None) -> str:
     elif document.token_ids is not None:
         digest.update(document.token_ids.tobytes())
     elif features is not None:
-        digest.update(features.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor_bytes(features))
     return digest.hexdigest()
 
 
@@ -191,7 +191,7 @@ def _blocks(
         while held >= manifest.block_tokens or (last and held):
             size = min(held, manifest.block_tokens)
             joined = {part: torch.cat(rows) for part, rows in pending.items()}
-            yield {part: _bytes(rows[:size]) for part, rows in joined.items()}
+            yield {part: tensor_bytes(rows[:size]) for part, rows in joined.items()}
             pending = {part: [rows[size:]] for part, rows in joined.items()}
             held -= size
 
@@ -222,7 +222,7 @@ def _encode_group(
         for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
     }
     if prefix:
-        writer.put_prefix({part: _bytes(rows[0, :prefix]) for part, rows in encoded.items()})
+        writer.put_prefix({part: tensor_bytes(rows[0, :prefix]) for part, rows in encoded.items()})
     return {part: rows[:, prefix:] for part, rows in encoded.items()}
 
 
@@ -234,7 +234,3 @@ def _stored(rows: Tensor, dtype: str, window: Window) -> Tensor:
             'A wider dtype such as "float32" or "bfloat16" may hold them; else the model is at fault.'
         )
     return rows
-
-
-def _bytes(rows: Tensor) -> memoryview:
-    return memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -36,7 +36,7 @@ def plain_linear(module: nn.Module, owner: nn.Module) -> nn.Linear:
     """``module`` as the plain linear map that absorbed projections need, else UnsupportedModelError."""
     if type(module) is not nn.Linear:
         raise UnsupportedModelError(
-            f"{type(owner).__name__} projects with {type(module).__name__}; absorbed projections need a plain nn.Linear."
+            f"{type(owner).__name__} projects with {type(module).__name__}; absorbing needs a plain nn.Linear."
         )
     return module
 

@@ -6,7 +6,7 @@ A fingerprint is a flat dict of named facts, so that a refusal can say what diff
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 # Configuration that does not change what a model reads: generation, training, bookkeeping.
 IGNORED = frozenset(
-    """transformers_version _name_or_path architectures dtype torch_dtype use_cache return_dict output_hidden_states
-    output_attentions num_beams max_length decoder_start_token_id forced_bos_token_id forced_eos_token_id begin_suppress_tokens
-    suppress_tokens id2label label2id problem_type tie_word_embeddings tie_encoder_decoder gradient_checkpointing is_decoder
-    initializer_range initializer_factor init_std dropout attention_dropout activation_dropout classifier_dropout dropout_rate
-    encoder_layerdrop decoder_layerdrop add_cross_attention is_encoder_decoder pretraining_tp chunk_size_feed_forward
-    eos_token_id bos_token_id quantization_config""".split()
+    """
+    transformers_version _name_or_path architectures dtype torch_dtype use_cache return_dict output_hidden_states
+    output_attentions num_beams max_length decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    begin_suppress_tokens suppress_tokens id2label label2id problem_type tie_word_embeddings tie_encoder_decoder
+    gradient_checkpointing is_decoder initializer_range initializer_factor init_std dropout attention_dropout
+    activation_dropout classifier_dropout dropout_rate encoder_layerdrop decoder_layerdrop add_cross_attention
+    is_encoder_decoder pretraining_tp chunk_size_feed_forward eos_token_id bos_token_id quantization_config
+    """.split()
 )
 
 PROBE = "The quick brown fox, 1234.5 — don't! Ünïcödé 読む книга 🙂\n\t  def f(x): return x"
@@ -81,8 +83,13 @@ def _tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
     digest = xxh3_128()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's values as bytes, without a copy if it lies contiguous on the CPU."""
+    return memoryview(cast(Any, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def _config_facts(config: dict[str, Any], path: str) -> dict[str, JsonValue]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ def base_attention(module: nn.Module, implementation: str) -> AttentionFunction:
 
 def base_implementation(module: nn.Module) -> str:
     """The implementation that was active before ours was switched on."""
-    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    return name.removeprefix(PREFIX)
+    return str(cast(PretrainedConfig, module.config)._attn_implementation).removeprefix(PREFIX)
 
 
 def _dispatch(implementation: str) -> AttentionFunction:
@@ -91,4 +90,5 @@ def uninstall(readers: Mapping[nn.Module, AttentionFunction]) -> None:
 
 def _configs(modules: Mapping[nn.Module, AttentionFunction]) -> list[PretrainedConfig]:
     """The distinct configurations that decide for these modules; models built from one object share it."""
-    return list({id(module.config): module.config for module in modules}.values())  # type: ignore[misc]
+    configs = [cast(PretrainedConfig, module.config) for module in modules]
+    return list({id(config): config for config in configs}.values())

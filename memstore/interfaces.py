@@ -36,9 +36,9 @@ class VectorIndex(ABC):
     score -inf.
     """
 
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[type[BaseModel]] = Options
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: BaseModel | None = None) -> None:
         self.options = options if options is not None else type(self).Options()
 
     @abstractmethod
@@ -102,9 +102,9 @@ class RecordWriter(ABC):
 class RecordStore(ABC):
     """Where a store keeps its bytes: one small catalog, and one write-once set of records per memory."""
 
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[type[BaseModel]] = Options
 
-    def __init__(self, path: Path, mode: Mode, options: Options | None = None) -> None:
+    def __init__(self, path: Path, mode: Mode, options: BaseModel | None = None) -> None:
         self.path, self.mode = path, mode
         self.options = options if options is not None else type(self).Options()
 

@@ -17,8 +17,8 @@ MOST = 8  # passages kept of one step and layer
 class Reading(NamedTuple):
     """One passage that one layer attended to while it made one token; characters are None for a memory without text.
 
-    ``mass`` is the share of that layer's attention, mean over heads, 0 to 1; what the passages of a step and layer do not
-    add up to went to the prompt, to the generated tokens, or to passages too small to be kept.
+    ``mass`` is the share of that layer's attention, mean over heads, 0 to 1; what the passages of a step and layer do
+    not add up to went to the prompt, to the generated tokens, or to passages too small to be kept.
     """
 
     step: int
@@ -32,9 +32,7 @@ class Reading(NamedTuple):
     mass: float
 
 
-def readings(
-    step: int, row: int, layer: int, memory: Memory, token_ids: Tensor, masses: Tensor
-) -> Iterable[Reading]:
+def readings(step: int, row: int, layer: int, memory: Memory, token_ids: Tensor, masses: Tensor) -> Iterable[Reading]:
     """The heaviest passages of one memory. token_ids [j] ascending and masses [j]: what each token weighed."""
     passages = token_ids // PASSAGE
     total = masses.new_zeros(-(-memory.num_tokens // PASSAGE)).index_add_(0, passages, masses)
@@ -43,4 +41,4 @@ def readings(
         if mass > 0:
             start, end = passage * PASSAGE, min((passage + 1) * PASSAGE, memory.num_tokens)
             chars = (None, None) if memory.offsets is None else memory.chars(start, end)
-            yield Reading(step, row, layer, memory.name, start, end, *chars, mass)
+            yield Reading(step, row, layer, memory.name, start, end, chars[0], chars[1], mass)

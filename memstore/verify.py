@@ -49,7 +49,7 @@ def _result(memory: Memory, problem: str | None) -> VerifyResult:
 def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, str | None], str | None]:
     """The answers of one child process, and what ended it early, if anything did."""
     command = [sys.executable, "-m", "memstore.verify", str(store.path), store.backend]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     child = subprocess.run(command, input="\n".join(ids), capture_output=True, text=True, env=environment)
     answers = {}
     for line in child.stdout.splitlines():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers as tf
@@ -11,7 +12,7 @@ import transformers as tf
 VOCAB = 120
 
 
-def _bart_like(model: type, config: type, **extra) -> Callable:
+def _bart_like(model: type, config: type, **extra) -> Callable[[], Any]:
     def build():
         return model(
             config(
@@ -36,7 +37,7 @@ def _bart_like(model: type, config: type, **extra) -> Callable:
     return build
 
 
-def _t5_like(model: type, config: type) -> Callable:
+def _t5_like(model: type, config: type) -> Callable[[], Any]:
     def build():
         return model(
             config(
@@ -56,7 +57,7 @@ def _t5_like(model: type, config: type) -> Callable:
     return build
 
 
-def _llama_like(model: type, config: type, **extra) -> Callable:
+def _llama_like(model: type, config: type, **extra) -> Callable[[], Any]:
     def build():
         return model(
             config(
@@ -121,4 +122,4 @@ def tokens(count: int, seed: int = 0, rows: int | None = None) -> torch.Tensor:
 
 def decoder_depth(model) -> int:
     config = model.config
-    return config.num_decoder_layers if hasattr(config, "num_decoder_layers") else config.decoder_layers
+    return int(getattr(config, "num_decoder_layers", None) or config.decoder_layers)

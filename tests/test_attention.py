@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,7 +53,7 @@ def test_merge_is_exact_however_the_keys_are_cut(cuts, seed, scale):
     scores = torch.randn(3, 40, generator=generator) * scale
     values = torch.randn(3, 40, 8, generator=generator)
     edges = [0, *sorted(cuts), 40]
-    pieces = [partial_attention(scores[:, a:b], values[:, a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [partial_attention(scores[:, a:b], values[:, a:b]) for a, b in pairwise(edges)]
     expected = torch.einsum("mn,mnd->md", scores.double().softmax(-1), values.double())
     assert (normalise(merge(pieces)) - expected).abs().max() < 1e-5
     assert torch.equal(normalise(merge(pieces[:1])), normalise(pieces[0]))

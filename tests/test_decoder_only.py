@@ -1,4 +1,4 @@
-"""A decoder-only model reads a stored document exactly as if it stood before the prompt, or chosen spans of long ones."""
+"""A decoder-only model reads a stored document as if it stood before the prompt, or chosen spans of long ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.models import DECODERS, build, tokens
-
 import memstore
 from memstore.attachment import find_cache
 from memstore.errors import AttachError, WindowExceededError
+from tests.models import DECODERS, build, tokens
 
 EXACT = 1e-3
 CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -112,7 +111,9 @@ def test_scouted_generation_reads_its_budget_and_says_so(model, store):
     assert {r.step for r in readings} == {0, 1, 2, 3} and {r.layer for r in readings} == {0, 1, 2}
     for row in (0, 1):
         read = {(r.document, t) for r in readings if r.row == row for t in range(r.start_token, r.end_token)}
-        least = 0 if getattr(model.config, "sliding_window", None) else 64  # a sliding layer sees the nearest tokens only
+        least = (
+            0 if getattr(model.config, "sliding_window", None) else 64
+        )  # a sliding layer sees the nearest tokens only
         assert least < len(read) <= 128
     for step, row, layer in {(r.step, r.row, r.layer) for r in readings}:
         assert 0 < sum(r.mass for r in readings if (r.step, r.row, r.layer) == (step, row, layer)) < 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import ENCODER_DECODERS, build, decoder_depth, tokens
 from transformers.modeling_outputs import BaseModelOutput
 
 import memstore
 from memstore.windows import plan
+from tests.models import ENCODER_DECODERS, build, decoder_depth, tokens
 
 FAMILIES = sorted(ENCODER_DECODERS)
 EXACT = 1e-4
@@ -65,10 +65,10 @@ def test_a_document_of_five_windows_reads_like_its_kept_states(model, store):
     memory = store.encode(model, input_ids=document, name="doc", window=window)
     pieces = plan(len(document), memory.manifest.rule)
     assert len(pieces) == 5
-    kept = [
+    pieces_kept = [
         states(model, document[w.start : w.stop])[:, w.keep_start - w.start : w.keep_stop - w.start] for w in pieces
     ]
-    kept = torch.cat(kept, dim=1)
+    kept = torch.cat(pieces_kept, dim=1)
     assert kept.shape[1] == len(document)
     answer = tokens(7, seed=1, rows=1)
     expected = logits(model, BaseModelOutput(last_hidden_state=kept), answer)

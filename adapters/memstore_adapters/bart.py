@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from memstore.families import CrossAttention, EncoderDecoderAdapter, plain_linear
 
 
 class BartAdapter(EncoderDecoderAdapter):
     """Cross-attention is ``encoder_attn`` of each decoder layer."""
 
-    model_types = ("bart", "mbart", "pegasus", "marian", "m2m_100")
+    model_types: ClassVar[tuple[str, ...]] = ("bart", "mbart", "pegasus", "marian", "m2m_100")
 
     @property
     def native_window(self) -> int:

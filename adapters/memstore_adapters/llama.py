@@ -13,7 +13,7 @@ from memstore.families import DecoderOnlyAdapter
 class LlamaAdapter(DecoderOnlyAdapter):
     """Self-attention is ``self_attn`` of each layer, rotary positions come from ``rotary_emb``.
 
-    Qwen3 norms queries and keys before it rotates them; stored keys are taken after that norm, so it needs nothing more.
+    Qwen3 norms queries and keys before rotation; stored keys are taken after that norm, so it needs nothing more.
     """
 
     model_types = ("llama", "mistral", "qwen2", "qwen3")
@@ -24,7 +24,7 @@ class LlamaAdapter(DecoderOnlyAdapter):
 
     @property
     def self_attentions(self) -> list[nn.Module]:
-        return [layer.self_attn for layer in self.decoder.layers]
+        return [cast(nn.Module, layer.self_attn) for layer in cast(nn.ModuleList, self.decoder.layers)]
 
     @property
     def rotary(self) -> nn.Module:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from memstore_adapters.bart import BartAdapter
 from torch import Tensor
 
 from memstore.errors import DocumentError
 from memstore.manifest import WindowRule
+from memstore_adapters.bart import BartAdapter
 
 
 class WhisperAdapter(BartAdapter):

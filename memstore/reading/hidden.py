@@ -99,7 +99,9 @@ class HiddenAttachment(Attachment):
         explain: bool = False,
     ) -> None:
         super().__init__(adapter, rows, explain)
-        if isinstance(top_k, bool) or (top_k is not None and top_k != "all" and (not isinstance(top_k, int) or top_k < 1)):
+        if isinstance(top_k, bool) or (
+            top_k is not None and top_k != "all" and (not isinstance(top_k, int) or top_k < 1)
+        ):
             raise AttachError(f'top_k={top_k!r} must be a whole number of at least 1, "all", or None.')
         self.top_k, self.index = adapter.native_window if top_k is None else top_k, index
         self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
@@ -185,7 +187,9 @@ class HiddenAttachment(Attachment):
         memory = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
         if attention.key.bias is not None:  # adds q·b_k to every score of the memory: the prompt's keys have it too
             bias = split_heads(attention.key.bias, attention.num_heads).float()
-            memory = memory._replace(m=memory.m + torch.einsum("bhtc,hc->bht", query.float(), bias)[..., None] * scaling)
+            memory = memory._replace(
+                m=memory.m + torch.einsum("bhtc,hc->bht", query.float(), bias)[..., None] * scaling
+            )
         value_bias = attention.value.bias
         memory = absorb_values(
             memory,

@@ -55,8 +55,8 @@ class KvAttachment(Attachment):
     """Keys and values attached to every self-attention layer.
 
     top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
-    budget: tokens chosen for each prompt, by default 512. layers: the layers that read, None for all. explain: keep what
-    was read for ``provenance()``.
+    budget: tokens chosen for each prompt, by default 512. layers: the layers that read, None for all. explain: keep
+    what was read for ``provenance()``.
     """
 
     adapter: DecoderOnlyAdapter
@@ -229,7 +229,7 @@ class KvAttachment(Attachment):
         return finish(normalise(total), query), None
 
     def _scouted(self, layer: int, query: Tensor, local: Partial, scaling: float) -> Partial:
-        """While scouting, each layer reads its own best blocks, and rows that need no scouting read their own tokens."""
+        """While scouting, each layer reads its own best blocks; rows that need no scouting read their own tokens."""
         assert self._scouts is not None
         total = Partial(*(tensor.clone() for tensor in local))
         for rows, scout in self._scouts:

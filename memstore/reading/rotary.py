@@ -1,4 +1,4 @@
-"""Rotary positions (RoFormer, Su et al. 2021): keys are stored before rotation, so a document can be placed anywhere."""
+"""Rotary positions (RoFormer, Su et al. 2021): keys are stored before rotation, so a document can stand anywhere."""
 
 from __future__ import annotations
 

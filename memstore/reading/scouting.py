@@ -1,7 +1,7 @@
 """Scouting: one pass of the prompt that finds where in the memories its answer may stand.
 
-At every layer each prompt token scores blocks of 64 memory tokens by attention, with the query turned to a fixed distance
-from keys that are not rotated. Layers disagree, and their mean finds the place.
+At every layer each prompt token scores blocks of 64 memory tokens by attention, with the query turned to a fixed
+distance from keys that are not rotated. Layers disagree, and their mean finds the place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from memstore.reading.selection import BLOCK
 if TYPE_CHECKING:
     from memstore.families import DecoderOnlyAdapter
 
-DISTANCE = 4096  # between query and keys, at most half the native window; at distance 0 near-by habits drown the content
+DISTANCE = (
+    4096  # between query and keys, at most half the native window; at distance 0 near-by habits drown the content
+)
 QUERIES = 128  # prompt tokens scored at once
 
 
@@ -43,8 +45,8 @@ class Scout:
     def score(self, layer: int, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
         """Score all blocks at one layer; returns [b, blocks] and adds it to the total.
 
-        query: [b, H, T, c], rotated to positions [b, T]. A block's score is its share of a softmax over all blocks, each
-        standing for its best key; the maximum over heads and asking tokens.
+        query: [b, H, T, c], rotated to positions [b, T]. A block's score is its share of a softmax over all blocks,
+        each standing for its best key; the maximum over heads and asking tokens.
         """
         far = self._turned(query, positions)
         keys = [
@@ -88,4 +90,4 @@ def _block_maxima(scores: Tensor) -> Tensor:
     """[…, n] -> […, ceil(n / 64)]: the best score of each block; the last block may be shorter."""
     missing = -scores.shape[-1] % BLOCK
     padded = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf) if missing else scores
-    return padded.unflatten(-1, (-1, BLOCK)).amax(-1)
+    return padded.view(*padded.shape[:-1], -1, BLOCK).amax(-1)

@@ -27,8 +27,8 @@ def choose_spans(scores: Tensor, lengths: Sequence[int], blocks: int, width: int
     """Grow the best blocks into spans of ``width`` blocks until ``blocks`` blocks are chosen.
 
     scores: [total blocks], the blocks of all memories one after another; lengths: tokens of each memory. A span stays
-    inside its memory. Returns spans in document order, touching ones joined: contiguous text reads better than scattered
-    blocks, and more blocks bring distractors.
+    inside its memory. Returns spans in document order, touching ones joined: contiguous text reads better than
+    scattered blocks, and more blocks bring distractors.
     """
     owners = [(memory, block) for memory, n in enumerate(lengths) for block in range(num_blocks(n))]
     counts = [num_blocks(n) for n in lengths]

@@ -297,7 +297,7 @@ def test_a_full_disk_costs_nothing_that_was_complete(small_disk: Path, left: int
     with store.open(small_disk / "library") as library:
         making.write(library)
         filler = occupy(small_disk, left)
-        with pytest.raises(StoreFullError, match="disk"):  # noqa: PT012
+        with pytest.raises(StoreFullError, match="disk"):
             for i in range(9):
                 making.write(library, f"more {i}")
         making.check(library["esther"], "open")
@@ -319,7 +319,7 @@ def test_a_full_disk_can_be_freed_by_removing_a_memory(small_disk: Path) -> None
 def test_the_same_writer_goes_on_once_there_is_space(small_disk: Path) -> None:
     with store.open(small_disk / "library") as library, start(library, 1) as writer:
         filler = occupy(small_disk)
-        with pytest.raises(StoreFullError):  # noqa: PT012
+        with pytest.raises(StoreFullError):
             while writer.num_done < making.TOKENS:
                 making.append(writer)
         filler.unlink()
