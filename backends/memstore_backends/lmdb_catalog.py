@@ -78,12 +78,20 @@ class Catalog:
                 catalog = cls(folder, writable)
                 cls._shared[_identity(folder)] = catalog
             elif writable and not catalog._writable:
-                with catalog._lock:
-                    catalog._writable = True
-                    catalog._env.close()
-                    catalog._open()
+                catalog._make_writable()
             catalog._users += 1
             return catalog
+
+    def _make_writable(self) -> None:
+        with self._lock:
+            self._env.close()
+            try:
+                self._writable = True
+                self._open()
+            except BaseException:
+                self._writable = False
+                self._open()
+                raise
 
     def release(self) -> None:
         with self._guard, self._lock:
@@ -153,15 +161,16 @@ class Catalog:
     def _check(self) -> None:
         """Walk the file without liblmdb, which a damaged page can crash."""
         data = self._folder / "data.mdb"
-        for attempt in range(5):
+        for pause in (0.01, 0.04, 0):
             try:
-                empty = not data.exists() or data.stat().st_size == 0
-                problems = [] if empty else lmdb.verify.verify(str(data))  # type: ignore[no-untyped-call]
+                if self._writable and (not data.exists() or data.stat().st_size == 0):
+                    return  # a store that is being created
+                problems = lmdb.verify.verify(str(data))  # type: ignore[no-untyped-call]
             except lmdb.verify.VerifyError as error:
                 problems = [str(error)]
             if not problems:
                 return
-            time.sleep(0.01 * 2**attempt)  # perhaps another process was writing
+            time.sleep(pause)  # perhaps another process was writing
         raise DamagedMemoryError(
             f"The catalog {data} is damaged ({problems[0]}). Restore the store from a copy, or remove it and encode "
             "its documents again."
@@ -183,7 +192,7 @@ def _allocate(lock_file: Path) -> None:
 
 def _identity(folder: Path) -> tuple[int, int]:
     try:
-        status = os.stat(folder / "data.mdb")
+        status = (folder / "data.mdb").stat()
     except FileNotFoundError:
         return (0, 0)
     return status.st_dev, status.st_ino
