@@ -37,7 +37,7 @@ def translated(path: Path) -> Iterator[None]:
     except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
         raise DamagedMemoryError(f"{path} is damaged ({error}). Restore it from a copy, or remove it.") from error
     except (lmdb.Error, OSError) as error:
-        code = error.errno if isinstance(error, OSError) else error.code
+        code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
         if code in _FULL or (code == errno.EIO and _is_full(path)):
             message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
             raise StoreFullError(message) from error
@@ -79,6 +79,11 @@ class Catalog:
                 cls._shared[_identity(folder)] = catalog
             elif writable and not catalog._writable:
                 catalog._make_writable()
+            if writable:
+                # Where a process was killed just after its last commit, readers do not see that commit until a writer
+                # comes. An empty transaction writes nothing.
+                with catalog._transaction(write=True):
+                    pass
             catalog._users += 1
             return catalog
 
@@ -153,10 +158,6 @@ class Catalog:
             lib_version=0,
         )
         self._process = os.getpid()
-        if self._writable:
-            # Where a process was killed just after its last commit, readers do not see that commit until a writer
-            # comes. An empty transaction writes nothing.
-            self._env.begin(write=True).abort()
 
     def _check(self) -> None:
         """Walk the file without liblmdb, which a damaged page can crash."""

@@ -62,7 +62,9 @@ threads = [threading.Thread(target=count) for _ in range(3)]
 """
     records.commit({b"n": b"0"})
     processes = [making.child(code, records.path) for _ in range(3)]
-    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    for process in processes:
+        process.communicate(timeout=120)
+    assert [process.returncode for process in processes] == [0, 0, 0]
     assert records.get(b"n") == b"360"
     assert lmdb.verify.verify(str(records.path / "catalog")) == []  # type: ignore[no-untyped-call]
 
