@@ -33,14 +33,22 @@ _checked: dict[tuple[str, str], set[bytes]] = {}  # values that this process has
 
 
 def block_key(part: str, i: int) -> bytes:
+    """The key of block ``i`` of a part."""
     return b"b" + i.to_bytes(4, "big") + part.encode()
 
 
 def prefix_key(part: str) -> bytes:
+    """The key of a part's vectors of the prefix."""
     return b"p" + part.encode()
 
 
+def is_value(key: bytes) -> bool:
+    """Whether the record of this key is a value, not the checksum of one."""
+    return not key.startswith(CHECKSUM)
+
+
 def checksum(value: Buffer) -> bytes:
+    """What is stored beside a value: its xxh3_128, 16 bytes."""
     return xxhash.xxh3_128_digest(value)
 
 
@@ -103,13 +111,13 @@ class Memory:
     def text(self) -> str | None:
         """The document, or None where only token ids or features were given."""
         with self.open() as opened:
-            return bytes(opened.value(TEXT)).decode() if self.manifest.has_text else None
+            return opened.verified(TEXT).tobytes().decode() if self.manifest.has_text else None
 
     @cached_property
     def token_ids(self) -> Int32 | None:
         """int32 [num_tokens], or None where the document has no tokens."""
         with self.open() as opened:
-            return np.frombuffer(bytes(opened.value(TOKEN_IDS)), "<i4") if self.manifest.has_ids else None
+            return np.frombuffer(opened.verified(TOKEN_IDS).tobytes(), "<i4") if self.manifest.has_ids else None
 
     @cached_property
     def offsets(self) -> Int32 | None:
@@ -117,7 +125,7 @@ class Memory:
         with self.open() as opened:
             if OFFSETS not in opened.keys:
                 return None
-            return np.frombuffer(bytes(opened.value(OFFSETS)), "<i4").reshape(-1, 2)
+            return np.frombuffer(opened.verified(OFFSETS).tobytes(), "<i4").reshape(-1, 2)
 
     def chars(self, start_token: int, end_token: int) -> tuple[int, int]:
         """The character span of tokens ``start_token`` to ``end_token`` (excluded).
@@ -149,17 +157,16 @@ class OpenMemory:
         self.memory, self.manifest = memory, memory.manifest
         self._verify = verify
         self._reader: RecordReader = memory.store.reader(self.manifest)
-        self.keys = frozenset(self._reader.keys())
+        self.keys = frozenset(filter(is_value, self._reader.keys()))
         self._checked = _checked.setdefault((str(memory.store.path), self.manifest.id), set())
         if verify == "open":
             try:
-                self._checked.clear()
                 for key in sorted(self.keys):
-                    if not key.startswith(CHECKSUM):
-                        self.value(key)
+                    self.verified(key)
             except BaseException:
                 self.close()
                 raise
+            self._checked.update(self.keys)
 
     def __enter__(self) -> OpenMemory:
         return self
@@ -173,20 +180,29 @@ class OpenMemory:
         self._reader.close()
 
     def value(self, key: bytes) -> memoryview:
-        """A record's bytes, verified (a checksum is verified as part of the structure)."""
-        view = self._reader.get(key)
-        if self._verify != "off" and not key.startswith(CHECKSUM) and key not in self._checked:
-            if checksum(view) != self._reader.get(CHECKSUM + key):
-                raise DamagedMemoryError(
-                    f"Memory {self.memory.name!r} is damaged: the bytes of {key!r} differ from those written. Remove "
-                    "it and encode the document again."
-                )
-            self._checked.add(key)
+        """A record's bytes, verified at its first touch in this process unless verification is off."""
+        if self._verify == "off" or key in self._checked:
+            return self._reader.get(key)
+        view = self.verified(key)
+        self._checked.add(key)
         return view
 
+    def verified(self, key: bytes) -> memoryview:
+        """A record's bytes, verified now. Raises DamagedMemoryError."""
+        view = self._reader.get(key)
+        if checksum(view) != self.checksum(key):
+            raise DamagedMemoryError(
+                f"Memory {self.memory.name!r} is damaged: the bytes of {key!r} differ from those written. Remove it "
+                "and encode the document again."
+            )
+        return view
+
+    def checksum(self, key: bytes) -> memoryview:
+        """The checksum stored beside a record, 16 bytes; it is verified as a part of the structure."""
+        return self._reader.get(CHECKSUM + key)
+
     def block(self, part: str, i: int) -> torch.Tensor:
-        """Block ``i`` of a part without copying: [rows, *shape], where all blocks but the last have ``block_tokens``
-        rows."""
+        """Block ``i`` of a part without copying: [rows, *shape]; all but the last have ``block_tokens`` rows."""
         spec = self._part(part)
         if not 0 <= i < self.manifest.num_blocks:
             raise IndexError(f"Memory {self.memory.name!r} has blocks 0 to {self.manifest.num_blocks - 1}, no {i}.")

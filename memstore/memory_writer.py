@@ -11,10 +11,22 @@ import xxhash
 from memstore.errors import DocumentError, StoreError
 from memstore.interfaces import Buffer, RecordWriter
 from memstore.manifest import Manifest
-from memstore.memory import CHECKSUM, OFFSETS, TEXT, TOKEN_IDS, Document, Memory, block_key, checksum, prefix_key
+from memstore.memory import (
+    CHECKSUM,
+    OFFSETS,
+    TEXT,
+    TOKEN_IDS,
+    Document,
+    Memory,
+    block_key,
+    checksum,
+    is_value,
+    prefix_key,
+)
 
 
 def block_keys(manifest: Manifest, i: int) -> set[bytes]:
+    """The keys of block ``i`` of all parts."""
     return {block_key(part, i) for part in manifest.parts}
 
 
@@ -26,11 +38,11 @@ def expected_keys(manifest: Manifest) -> set[bytes]:
     return keys | ({TEXT} if manifest.has_text else set()) | ({TOKEN_IDS} if manifest.has_ids else set())
 
 
-def content_digest(keys: Iterable[bytes], get: Callable[[bytes], bytes | memoryview]) -> str:
+def content_digest(keys: Iterable[bytes], checksum_of: Callable[[bytes], bytes | memoryview]) -> str:
     """A hash over all values, by way of their checksums: equal for equal content, however the file came about."""
     digest = xxhash.xxh3_128()
-    for key in sorted(key for key in keys if not key.startswith(CHECKSUM)):
-        digest.update(len(key).to_bytes(2, "big") + key + bytes(get(CHECKSUM + key)))
+    for key in sorted(keys):
+        digest.update(len(key).to_bytes(2, "big") + key + bytes(checksum_of(key)))
     return digest.hexdigest()
 
 
@@ -100,11 +112,11 @@ class MemoryWriter:
             values[TOKEN_IDS] = document.token_ids.astype("<i4").tobytes()
         if document.offsets is not None:
             values[OFFSETS] = document.offsets.astype("<i4").tobytes()
-        self._put({key: value for key, value in values.items() if self._records.get(CHECKSUM + key) != checksum(value)})
+        self._put({key: value for key, value in values.items() if self._stored_checksum(key) != checksum(value)})
 
     def finish(self) -> Memory:
         """Seal the memory and make it visible. Raises StoreError if a block or the prefix is missing."""
-        keys = frozenset(self._records.keys())
+        keys = set(filter(is_value, self._records.keys()))
         missing = sorted(expected_keys(self.manifest) - keys)
         if missing:
             raise StoreError(
@@ -117,7 +129,7 @@ class MemoryWriter:
         return memory
 
     def _stored_checksum(self, key: bytes) -> bytes:
-        return self._records.get(key) or b""
+        return self._records.get(CHECKSUM + key) or b""
 
     def _valid(self, parts: Mapping[str, Buffer], rows: int) -> dict[str, memoryview]:
         if parts.keys() != self.manifest.parts.keys():

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memstore.errors import StoreError
@@ -68,7 +69,7 @@ def _check(memory: Memory) -> str | None:
             missing = expected_keys(memory.manifest) - opened.keys
             if missing:
                 return f"It lacks the records {sorted(missing)}."
-            if content_digest(opened.keys, opened.value) != memory.manifest.digest:
+            if content_digest(opened.keys, opened.checksum) != memory.manifest.digest:
                 return "Its records are not those it was completed with."
     except StoreError as error:
         return str(error)
@@ -83,7 +84,8 @@ def _main() -> None:
         memories = {memory.manifest.id: memory for memory in opened.memories()}
         for line in sys.stdin.read().split():
             problem = _check(memories[line]) if line in memories else "It was removed while it was checked."
-            print(json.dumps({"id": line, "problem": problem}), flush=True)
+            sys.stdout.write(json.dumps({"id": line, "problem": problem}) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

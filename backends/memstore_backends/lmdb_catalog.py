@@ -37,7 +37,7 @@ def translated(path: Path) -> Iterator[None]:
     except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
         raise DamagedMemoryError(f"{path} is damaged ({error}). Restore it from a copy, or remove it.") from error
     except (lmdb.Error, OSError) as error:
-        code = error.errno if isinstance(error, OSError) else error.code
+        code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
         if code in _FULL or (code == errno.EIO and _is_full(path)):
             message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
             raise StoreFullError(message) from error
@@ -78,12 +78,25 @@ class Catalog:
                 catalog = cls(folder, writable)
                 cls._shared[_identity(folder)] = catalog
             elif writable and not catalog._writable:
-                with catalog._lock:
-                    catalog._writable = True
-                    catalog._env.close()
-                    catalog._open()
+                catalog._make_writable()
+            if writable:
+                # Where a process was killed just after its last commit, readers do not see that commit until a writer
+                # comes. An empty transaction writes nothing.
+                with catalog._transaction(write=True):
+                    pass
             catalog._users += 1
             return catalog
+
+    def _make_writable(self) -> None:
+        with self._lock:
+            self._env.close()
+            try:
+                self._writable = True
+                self._open()
+            except BaseException:
+                self._writable = False
+                self._open()
+                raise
 
     def release(self) -> None:
         with self._guard, self._lock:
@@ -145,23 +158,20 @@ class Catalog:
             lib_version=0,
         )
         self._process = os.getpid()
-        if self._writable:
-            # Where a process was killed just after its last commit, readers do not see that commit until a writer
-            # comes. An empty transaction writes nothing.
-            self._env.begin(write=True).abort()
 
     def _check(self) -> None:
         """Walk the file without liblmdb, which a damaged page can crash."""
         data = self._folder / "data.mdb"
-        for attempt in range(5):
+        for pause in (0.01, 0.04, 0):
             try:
-                empty = not data.exists() or data.stat().st_size == 0
-                problems = [] if empty else lmdb.verify.verify(str(data))  # type: ignore[no-untyped-call]
+                if self._writable and (not data.exists() or data.stat().st_size == 0):
+                    return  # a store that is being created
+                problems = lmdb.verify.verify(str(data))  # type: ignore[no-untyped-call]
             except lmdb.verify.VerifyError as error:
                 problems = [str(error)]
             if not problems:
                 return
-            time.sleep(0.01 * 2**attempt)  # perhaps another process was writing
+            time.sleep(pause)  # perhaps another process was writing
         raise DamagedMemoryError(
             f"The catalog {data} is damaged ({problems[0]}). Restore the store from a copy, or remove it and encode "
             "its documents again."
@@ -183,7 +193,7 @@ def _allocate(lock_file: Path) -> None:
 
 def _identity(folder: Path) -> tuple[int, int]:
     try:
-        status = os.stat(folder / "data.mdb")
+        status = (folder / "data.mdb").stat()
     except FileNotFoundError:
         return (0, 0)
     return status.st_dev, status.st_ino

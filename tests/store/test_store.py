@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import stat
+import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import msgpack
 import numpy as np
 import pytest
@@ -183,7 +188,7 @@ def test_a_name_is_never_overwritten(library: MemoryStore) -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(
-    library: MemoryStore, changes: dict[str, object], text: str, ids: bool, message: str
+    library: MemoryStore, changes: dict[str, Any], text: str, ids: bool, message: str
 ) -> None:
     whole = making.document()
     with pytest.raises(DocumentError, match=message):
@@ -220,7 +225,7 @@ def test_a_store_cannot_be_closed_while_a_memory_is_open(library: MemoryStore) -
 
 
 def test_an_error_inside_a_store_is_not_hidden_by_an_open_memory(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), store.open(tmp_path / "a") as library:
+    with pytest.raises(ZeroDivisionError), store.open(tmp_path / "a") as library:  # noqa: PT012
         opened = making.write(library).open()
         raise ZeroDivisionError
     opened.close()
@@ -329,7 +334,7 @@ def test_an_unknown_format_is_refused(library: MemoryStore, record: bytes | None
     library.records.commit({} if record is None else {FORMAT: record}, [FORMAT])
     for mode in ("a", "r"):
         with pytest.raises(FormatError):
-            store.open(library.path, mode)  # type: ignore[arg-type]
+            store.open(library.path, mode)
     making.check(library["esther"])
 
 
@@ -355,6 +360,27 @@ def test_a_read_only_folder_is_read(library: MemoryStore, monkeypatch: pytest.Mo
     with store.open(library.path, "r") as reading:
         making.check(reading["esther"])
     assert sorted(entry.name for entry in (library.path / "catalog").iterdir()) == ["data.mdb"]
+
+
+def test_a_store_that_cannot_be_written_says_so_and_stays_readable(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library)
+    library.close()
+    open_ = lmdb.open
+
+    def read_only(*positional: Any, **keywords: Any) -> Any:
+        if not keywords.get("readonly"):
+            raise lmdb.ReadonlyError("open", errno.EROFS)
+        return open_(*positional, **keywords)
+
+    monkeypatch.setattr(lmdb, "open", read_only)
+    with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
+        store.open(library.path)
+    with store.open(library.path, "r") as reading:
+        with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
+            store.open(library.path)
+        making.check(reading["esther"])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write into read-only folders")
@@ -409,18 +435,17 @@ def test_a_backend_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_encode_passes_everything_on(library: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
-
     seen: dict[str, object] = {}
 
-    def encode(*positional: object, **keywords: object) -> str:
+    memory = making.write(library)
+
+    def encode(*positional: object, **keywords: object) -> object:
         seen.update(keywords, positional=positional)
-        return "memory"
+        return memory
 
     module = types.ModuleType("memstore.encode")
     module.encode = encode  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "memstore.encode", module)
-    assert library.encode("model", "tokenizer", "text", name="x", window=5) == "memory"
+    assert library.encode("model", "tokenizer", "text", name="x", window=5) is memory
     assert seen.pop("positional") == (library, "model", "tokenizer", "text")
     assert {name: value for name, value in seen.items() if value is not None} == {"name": "x", "window": 5}
