@@ -2,8 +2,8 @@
 
     python bench/passkey.py --length 16384 --trials 20
 
-SmolLM2-135M-Instruct, the King James Bible as filler, the needle at a random depth, the question in natural form through
-the chat template. Beside the memory's answer stands that of the plain model with the very blocks that the memory chose
+SmolLM2-135M-Instruct, the King James Bible as filler, the needle at a random depth, a natural question through the
+chat template. Beside the memory's answer stands that of the plain model with the very blocks that the memory chose
 pasted into its prompt as text. A trial costs little: the needle replaces tokens of a filler memory that is stored
 once, and only the windows that see the needle are encoded again, which gives the memory that a full encoding would.
 """

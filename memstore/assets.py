@@ -120,7 +120,7 @@ def _convert_smollm2(target: Path) -> None:
     # The weights are plain fp32 now; with this entry transformers would look for the GGUF file again.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(weights)
     model.generation_config = loaded.generation_config
     model.save_pretrained(target)

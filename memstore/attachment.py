@@ -157,8 +157,9 @@ class Attachment(ABC):
     ) -> Any:
         """``model.generate`` over the attached memories.
 
-        With a prompt in words and a tokenizer, returns the answer as a str (through the chat template, if any). With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns; an encoder-decoder may be given
-        no input at all. Further keywords go to ``model.generate``.
+        With a prompt in words and a tokenizer, returns the answer as a str (through the chat template, if there is
+        one). With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns; an encoder-decoder
+        may be given no input at all. Further keywords go to ``model.generate``.
 
         Raises FingerprintMismatchError for another tokenizer than the one a memory was written with.
         """

@@ -166,7 +166,7 @@ class Catalog:
             try:
                 if self._writable and (not data.exists() or data.stat().st_size == 0):
                     return  # a store that is being created
-                problems = lmdb.verify.verify(str(data))  # type: ignore[no-untyped-call]
+                problems = lmdb.verify.verify(str(data))
             except lmdb.verify.VerifyError as error:
                 problems = [str(error)]
             if not problems:

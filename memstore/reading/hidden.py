@@ -158,6 +158,9 @@ class HiddenAttachment(Attachment):
         self._no_prompt = isinstance(kwargs.get("encoder_outputs"), EmptyPrompt)
         return kwargs
 
+    def _after(self, output: Any) -> None:
+        """Nothing of a step is needed later."""
+
     def _read(
         self,
         attention: CrossAttention,
@@ -169,7 +172,7 @@ class HiddenAttachment(Attachment):
         *,
         scaling: float | None = None,
         position_bias: Tensor | None = None,
-        **_: Any,
+        **unused: Any,
     ) -> tuple[Tensor, None]:
         """The attention function of a hooked cross-attention: memories, and the prompt unless it is empty."""
         self._calls += 1
@@ -224,8 +227,8 @@ class HiddenAttachment(Attachment):
                     token_ids, where = picked.clamp_min(0).flatten().unique(return_inverse=True)
                     weights = spread.new_zeros(len(token_ids)).index_add_(0, where, spread)
                 row = rows.start + b_idx
-                for memory_, start, stop in zip(shelf.memories, shelf.offsets, shelf.offsets[1:], strict=False):
+                for document, start, stop in zip(shelf.memories, shelf.offsets, shelf.offsets[1:], strict=False):
                     inside = (token_ids >= start) & (token_ids < stop)
                     self._readings.extend(
-                        readings(self._step, row, layer, memory_, token_ids[inside] - start, weights[inside])
+                        readings(self._step, row, layer, document, token_ids[inside] - start, weights[inside])
                     )

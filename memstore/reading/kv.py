@@ -208,7 +208,7 @@ class KvAttachment(Attachment):
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
-        **_: Any,
+        **unused: Any,
     ) -> tuple[Tensor, None]:
         """The attention function of a hooked layer."""
         self._calls += 1

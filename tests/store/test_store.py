@@ -225,7 +225,7 @@ def test_a_store_cannot_be_closed_while_a_memory_is_open(library: MemoryStore) -
 
 
 def test_an_error_inside_a_store_is_not_hidden_by_an_open_memory(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), store.open(tmp_path / "a") as library:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), store.open(tmp_path / "a") as library:
         opened = making.write(library).open()
         raise ZeroDivisionError
     opened.close()

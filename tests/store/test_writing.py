@@ -287,7 +287,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def occupy(folder: Path, left: int = 0) -> Path:
     """Fill the disk but for ``left`` bytes."""
     filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):  # noqa: PT012
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
         while True:
             file.write(b"\0" * 4096)
     os.truncate(filler, filler.stat().st_size - left)
