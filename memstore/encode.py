@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 
 from memstore.errors import ConfigError, DocumentError, EncodingError, MemoryExistsError
 from memstore.fingerprint import fingerprint, tensor_bytes
-from memstore.manifest import ITEM_BYTES, Manifest, PartSpec
+from memstore.manifest import ITEM_BYTES, Manifest, PartSpec, WindowRule
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
 from memstore.registry import adapter_for
@@ -74,6 +74,8 @@ def encode(
         num_tokens = len(features) * feature_tokens
     windows = plan(num_tokens, rule)
     prefix = adapter.prefix(tokenizer) if tokenizer is not None and len(windows) > 1 else []
+    if prefix:
+        adapter.rule(rule.window + len(prefix), rule.overlap)  # both must fit the model's positions together
     parts = adapter.parts(_dtype_name(dtype, model.dtype))
     draft = Manifest(
         id=uuid.uuid4().hex,
@@ -86,6 +88,7 @@ def encode(
         parts=parts,
         rule=rule,
         prefix_ids=tuple(prefix),
+        lead_ids=_lead(document, rule) if prefix else (),
         batch_size=BATCH if batch_size is None else batch_size,
         device=model.device.type,
         fingerprint=fingerprint(adapter, tokenizer),
@@ -120,6 +123,16 @@ def _document(tokenizer: PreTrainedTokenizerBase | None, text: str | None, input
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise DocumentError(f"input_ids must be whole numbers of shape [n] or [1, n] with n > 0, not {ids.shape}.")
     return Document(None, ids.astype(np.int32), None)
+
+
+def _lead(document: Document, rule: WindowRule) -> tuple[int, ...]:
+    """A quarter window of the document's own later text, to be read before its first window.
+
+    What follows the prefix closely draws attention whatever is asked, as a sink does, and would hide the rest.
+    """
+    assert document.token_ids is not None
+    start = rule.window // 2
+    return tuple(document.token_ids[start : start + rule.window // 4].tolist())
 
 
 def _dtype_name(dtype: str | torch.dtype | None, default: torch.dtype) -> str:
@@ -197,8 +210,11 @@ def _blocks(
 
 
 def _batches(windows: list[Window], manifest: Manifest) -> Iterator[list[Window]]:
-    """Windows that are read together: all have equal length."""
-    for start in range(0, len(windows), manifest.batch_size):
+    """Windows that are read together: all have equal length. The first one stands alone if it has a lead of its own."""
+    alone = 1 if manifest.lead_ids else 0
+    if alone:
+        yield windows[:1]
+    for start in range(alone, len(windows), manifest.batch_size):
         yield windows[start : start + manifest.batch_size]
 
 
@@ -209,18 +225,19 @@ def _encode_group(
     if manifest.has_ids:
         inputs = torch.stack([source[window.start : window.stop] for window in group])
     else:
-        first = group[0].start // manifest.rule.window
-        inputs = source[first : first + len(group)]
-    prefix = len(manifest.prefix_ids)
-    if prefix:
-        inputs = torch.cat((torch.tensor([manifest.prefix_ids]).expand(len(group), -1), inputs), dim=1)
+        nth = group[0].start // manifest.rule.window
+        inputs = source[nth : nth + len(group)]
+    prefix, first = len(manifest.prefix_ids), group[0].start == 0
+    before = torch.tensor(manifest.prefix_ids + (manifest.lead_ids if first else ()), dtype=torch.long)
+    if len(before):
+        inputs = torch.cat((before.expand(len(group), -1), inputs), dim=1)
     encoded = {
         part: _stored(rows, manifest.parts[part].dtype, group[0])
         for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
     }
-    if prefix and group[0].start == 0:
+    if prefix and first:
         writer.put_prefix({part: tensor_bytes(rows[0, :prefix]) for part, rows in encoded.items()})
-    return {part: rows[:, prefix:] for part, rows in encoded.items()}
+    return {part: rows[:, len(before) :] for part, rows in encoded.items()}
 
 
 def _stored(rows: Tensor, dtype: str, window: Window) -> Tensor:
