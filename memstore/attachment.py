@@ -70,7 +70,7 @@ def _check_fits(memory: Memory, adapter: ModelAdapter, strict: bool) -> None:
     )
     if strict:
         raise FingerprintMismatchError(message)
-    warnings.warn(message, FingerprintWarning, stacklevel=3)
+    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach
 
 
 def _dtype(memory: Memory) -> str:
