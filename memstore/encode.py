@@ -226,11 +226,8 @@ def _blocks(
 
 
 def _batches(windows: list[Window], manifest: Manifest) -> Iterator[list[Window]]:
-    """Windows of equal length together. The first one stands alone where it is read behind a prefix."""
-    alone = 1 if manifest.prefix_ids else 0
-    if alone:
-        yield windows[:1]
-    for start in range(alone, len(windows), manifest.batch_size):
+    """Windows that are read together: all have equal length."""
+    for start in range(0, len(windows), manifest.batch_size):
         yield windows[start : start + manifest.batch_size]
 
 
@@ -243,14 +240,14 @@ def _encode_group(
     else:
         first = group[0].start // manifest.rule.window
         inputs = source[first : first + len(group)]
-    prefix = len(manifest.prefix_ids) if group[0].start == 0 else 0
+    prefix = len(manifest.prefix_ids)
     if prefix:
-        inputs = torch.cat((torch.tensor([manifest.prefix_ids]), inputs), dim=1)
+        inputs = torch.cat((torch.tensor([manifest.prefix_ids]).expand(len(group), -1), inputs), dim=1)
     encoded = {
         part: _stored(rows, manifest.parts[part].dtype, group[0])
         for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
     }
-    if prefix:
+    if prefix and group[0].start == 0:
         writer.put_prefix({part: tensor_bytes(rows[0, :prefix]) for part, rows in encoded.items()})
     return {part: rows[:, prefix:] for part, rows in encoded.items()}
 

@@ -187,8 +187,8 @@ class DecoderOnlyAdapter(ModelAdapter):
             uninstall(taps)
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """What stands before the user's words in a chat: a long document is read behind it, so that the document's own
-        first tokens do not become the attention sink."""
+        """What stands before the user's words in a chat. Every window of a long document is read behind it: so its own
+        first tokens do not become the attention sink, and what is kept was read as what a user gave."""
         return chat_frame(tokenizer).header
 
     def rope(self) -> Tensor:

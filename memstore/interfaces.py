@@ -180,7 +180,7 @@ class ModelAdapter(ABC):
         """Bind memories, one list for each batch row, or a single list for all rows."""
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokens to read before a long document and not to keep; none unless the family needs them."""
+        """Tokens to read before every window of a long document; none unless the family needs them."""
         return []
 
     @property
