@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -70,7 +70,7 @@ def _check_fits(memory: Memory, adapter: ModelAdapter, strict: bool) -> None:
     )
     if strict:
         raise FingerprintMismatchError(message)
-    warnings.warn(message, FingerprintWarning, stacklevel=3)
+    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach
 
 
 def _dtype(memory: Memory) -> str:
@@ -118,6 +118,8 @@ class Attachment(ABC):
         """Take note of what a step returned."""
 
     def __enter__(self) -> Self:
+        if self._opened:
+            raise AttachError("This attachment is in use already; leave it before entering it again.")
         with ExitStack() as stack:
             for memory in (memory for row in self.rows for memory in row):
                 if id(memory) not in self._opened:
@@ -232,9 +234,9 @@ def finish(output: Tensor, like: Tensor) -> Tensor:
     return output.transpose(1, 2).to(like.dtype).contiguous()
 
 
-def empty_cache(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward pass with these keywords starts a new sequence."""
-    cache = find_cache(kwargs.values())
+def empty_cache(arguments: Iterable[Any]) -> bool:
+    """Whether a forward pass with these arguments starts a new sequence."""
+    cache = find_cache(arguments)
     return cache is None or int(cache.get_seq_length()) == 0
 
 

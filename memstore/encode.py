@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from xxhash import xxh3_128
 
@@ -65,7 +66,9 @@ def encode(
     if sum(given is not None for given in (text, input_ids, input_features)) != 1:
         raise DocumentError("Give exactly one of text (with a tokenizer), input_ids and input_features.")
     features, feature_tokens = (None, 0) if input_features is None else adapter.feature_windows(input_features)
-    document = _document(tokenizer, text, input_ids)
+    if features is None and not adapter.vocab_size:
+        raise DocumentError(f"{type(model).__name__} reads input_features, not text or token ids.")
+    document = _document(tokenizer, text, input_ids, adapter.vocab_size)
     rule = adapter.rule(feature_tokens or window, 0 if feature_tokens else overlap)
     if features is None:
         assert document.token_ids is not None
@@ -77,7 +80,7 @@ def encode(
     if prefix:
         adapter.rule(rule.window + len(prefix), rule.overlap)  # both must fit the model's positions together
     parts = adapter.parts(_dtype_name(dtype, model.dtype))
-    draft = Manifest(
+    draft = _draft(
         id=uuid.uuid4().hex,
         name=name,
         created=time.time(),
@@ -110,19 +113,44 @@ def encode(
         return writer.finish()
 
 
-def _document(tokenizer: PreTrainedTokenizerBase | None, text: str | None, input_ids: Any) -> Document:
+def _document(tokenizer: PreTrainedTokenizerBase | None, text: str | None, input_ids: Any, vocab_size: int) -> Document:
     if text is not None:
         if tokenizer is None:
             raise DocumentError("A document given as text needs its tokenizer.")
         ids, offsets = tokenize(tokenizer, text)
-        return Document(text, ids, offsets)
+        return Document(text, _known(ids, vocab_size), offsets)
     if input_ids is None:
         return Document(None, None, None)
-    ids = np.asarray(torch.as_tensor(input_ids).cpu())
+    wanted = "input_ids must be whole numbers of shape [n] or [1, n] with n > 0"
+    try:
+        ids = np.asarray(torch.as_tensor(input_ids).cpu())
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DocumentError(f"{wanted}: {error}.") from error
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
-        raise DocumentError(f"input_ids must be whole numbers of shape [n] or [1, n] with n > 0, not {ids.shape}.")
-    return Document(None, ids.astype(np.int32), None)
+        raise DocumentError(f"{wanted}, not {ids.dtype} of shape {list(ids.shape)}.")
+    return Document(None, _known(ids, vocab_size).astype(np.int32), None)
+
+
+def _known(ids: np.ndarray[Any, Any], vocab_size: int) -> np.ndarray[Any, Any]:
+    """The ids, if the model has an embedding for each of them."""
+    unknown = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(unknown):
+        raise DocumentError(
+            f"Token {unknown[0]} has id {ids[unknown[0]]}, and the model knows ids 0 to {vocab_size - 1}. Is it the "
+            "model that the tokenizer belongs to?"
+        )
+    return ids
+
+
+def _draft(**fields: Any) -> Manifest:
+    if isinstance(fields["batch_size"], bool) or not isinstance(fields["batch_size"], int) or fields["batch_size"] < 1:
+        raise ConfigError(f"batch_size={fields['batch_size']!r} must be a whole number of at least 1.")
+    try:
+        return Manifest(**fields)
+    except ValidationError as error:  # what is left to be wrong is name and metadata
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise DocumentError(f"The document {fields['name']!r} cannot be described: {wrong}.") from error
 
 
 def _lead(document: Document, rule: WindowRule) -> tuple[int, ...]:
@@ -174,13 +202,14 @@ def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Without dropout and gradients, and back to how the model was."""
-    training = model.training
+    training = [module for module in model.modules() if module.training]  # a part may be frozen in evaluation mode
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def _blocks(

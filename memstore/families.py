@@ -41,10 +41,17 @@ def plain_linear(module: nn.Module, owner: nn.Module) -> nn.Linear:
     return module
 
 
-def checked_rule(window: int, overlap: int, context: str, limit: int | None) -> WindowRule:
-    """A window rule, or ConfigError if it does not fit a model that reads at most ``limit`` tokens at once."""
+def checked_rule(window: int, overlap: int | None, context: str, limit: int | None) -> WindowRule:
+    """A window rule, or ConfigError if it does not fit a model that reads at most ``limit`` tokens at once.
+
+    overlap: None stands for one half of the window.
+    """
+    for key, value in (("window", window), ("overlap", 0 if overlap is None else overlap)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{key}={value!r} must be a whole number of tokens.")
     if window < 1 or (limit is not None and window > limit):
         raise ConfigError(f"window={window} does not fit this model, which reads 1 to {limit or 'any'} tokens at once.")
+    overlap = window // 2 if overlap is None else overlap
     if not 0 <= overlap < window:
         raise ConfigError(f"overlap={overlap} must be at least 0 and less than the window of {window} tokens.")
     return WindowRule.model_validate({"window": window, "overlap": overlap, "context": context})
@@ -54,6 +61,14 @@ class EncoderDecoderAdapter(ModelAdapter):
     """An encoder-decoder: a memory holds one encoder state per token, and cross-attention reads it."""
 
     kind = "hidden"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if not model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is only a part of an encoder-decoder; load the whole model, for example with "
+                "AutoModelForSeq2SeqLM."
+            )
 
     @abstractmethod
     def cross_attentions(self) -> list[CrossAttention]:
@@ -80,8 +95,7 @@ class EncoderDecoderAdapter(ModelAdapter):
 
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows overlap by one half and the middle half is kept, as in Unlimiformer, section 2.1."""
-        window = self.native_window if window is None else window
-        return checked_rule(window, window // 2 if overlap is None else overlap, "both", self.max_window)
+        return checked_rule(self.native_window if window is None else window, overlap, "both", self.max_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
         return {"hidden": PartSpec.model_validate({"shape": (self.width,), "dtype": dtype})}
@@ -133,7 +147,7 @@ class DecoderOnlyAdapter(ModelAdapter):
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows step by one half; a token is kept from the window in which at least half lies to its left."""
         window = min(self.DEFAULT_WINDOW, self.native_window) if window is None else window
-        return checked_rule(window, window // 2 if overlap is None else overlap, "left", self.native_window)
+        return checked_rule(window, overlap, "left", self.native_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
         spec = PartSpec.model_validate({"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -182,6 +182,11 @@ class ModelAdapter(ABC):
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokens to read before every window of a long document; none unless the family needs them."""
         return []
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model reads are below this; 0 if it does not read token ids."""
+        return len(cast("torch.Tensor", self.model.get_input_embeddings().weight))
 
     def rope(self) -> torch.Tensor | None:
         """The rotary frequencies in use, for the fingerprint; None for a model without rotary positions."""

@@ -113,7 +113,10 @@ class HiddenAttachment(Attachment):
         self._no_prompt = False
 
     def empty_prompt(self, batch_size: int = 1) -> EmptyPrompt:
-        """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt: the memory alone is read."""
+        """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt: the memory alone is read.
+
+        Make new ones for each call: beam search repeats the rows of its encoder outputs in place.
+        """
         shape = (batch_size, 1, self.adapter.width)
         return EmptyPrompt(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=self.model.device))
 
@@ -144,7 +147,7 @@ class HiddenAttachment(Attachment):
         }
 
     def _stage(self) -> nn.Module:
-        return self.model
+        return self.model.base_model  # which runs too when the model with its head is called
 
     def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         if prompt is None:
@@ -153,9 +156,10 @@ class HiddenAttachment(Attachment):
         return dict(tokenizer(prompt, return_tensors="pt").to(self.model.device))
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if empty_cache(kwargs):
+        given = (*args, *kwargs.values())
+        if empty_cache(given):
             restart(self)
-        self._no_prompt = isinstance(kwargs.get("encoder_outputs"), EmptyPrompt)
+        self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
 
     def _after(self, output: Any) -> None:
