@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.panel import Panel
@@ -71,18 +71,15 @@ def read(store: Path, console: Console) -> None:
 def answers(store: Path) -> Iterator[dict[str, Any]]:
     """The second process: each question, answered without and with the memory of all books, and what was read."""
     from memstore.provenance import heaviest
+    from memstore.reading.chat import chat_frame
 
     model, tokenizer = load_model(str(assets.smollm2()), "float32")
     with memstore.open(store, mode="r") as library:
         books = [library[book] for book in BOOKS]
         for question in QUESTIONS:
-            chat = tokenizer.apply_chat_template(
-                [{"role": "user", "content": question.text}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )
-            plain = model.generate(**chat, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
+            frame = chat_frame(tokenizer)
+            chat = tokenizer(frame.before + question.text + frame.after, add_special_tokens=False, return_tensors="pt")
+            plain = cast(Any, model).generate(**chat, max_new_tokens=NEW_TOKENS, do_sample=False)
             with memstore.attach(model, *books, explain=True) as attached:
                 answer = attached.generate(
                     question.text, tokenizer=tokenizer, max_new_tokens=NEW_TOKENS, do_sample=False
@@ -91,7 +88,7 @@ def answers(store: Path) -> Iterator[dict[str, Any]]:
             yield {
                 "question": question.text,
                 "in_the_text": question.answer,
-                "without_memory": tokenizer.decode(plain[0, chat["input_ids"].shape[1] :], skip_special_tokens=True),
+                "without_memory": tokenizer.decode(plain[0, chat.input_ids.shape[1] :], skip_special_tokens=True),
                 "with_memory": answer,
                 "read": [
                     {

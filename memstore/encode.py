@@ -75,10 +75,17 @@ def encode(
         num_tokens = len(document.token_ids)
     else:
         num_tokens = len(features) * feature_tokens
+    prefix = adapter.prefix(tokenizer) if tokenizer is not None and num_tokens > rule.window else []
+    if prefix and _begins_twice(document, prefix):
+        document = Document(document.text, document.token_ids[1:], document.offsets[1:])  # type: ignore[index]
+        num_tokens -= 1
     windows = plan(num_tokens, rule)
-    prefix = adapter.prefix(tokenizer) if tokenizer is not None and len(windows) > 1 else []
-    if prefix:
-        adapter.rule(rule.window + len(prefix), rule.overlap)  # both must fit the model's positions together
+    room = adapter.native_window - rule.window - len(prefix)
+    if prefix and room < 0:
+        raise ConfigError(
+            f"window={rule.window} leaves no room for the {len(prefix)} tokens of the chat template's header, which "
+            f"stand before every window; the model has {adapter.native_window} positions."
+        )
     parts = adapter.parts(_dtype_name(dtype, model.dtype))
     draft = _draft(
         id=uuid.uuid4().hex,
@@ -91,7 +98,7 @@ def encode(
         parts=parts,
         rule=rule,
         prefix_ids=tuple(prefix),
-        lead_ids=_lead(document, rule) if prefix else (),
+        lead_ids=_lead(document, rule, room) if prefix else (),
         batch_size=BATCH if batch_size is None else batch_size,
         device=model.device.type,
         fingerprint=fingerprint(adapter, tokenizer),
@@ -153,14 +160,20 @@ def _draft(**fields: Any) -> Manifest:
         raise DocumentError(f"The document {fields['name']!r} cannot be described: {wrong}.") from error
 
 
-def _lead(document: Document, rule: WindowRule) -> tuple[int, ...]:
-    """A quarter window of the document's own later text, to be read before its first window.
+def _begins_twice(document: Document, prefix: list[int]) -> bool:
+    """Whether the tokenizer put the same special token before the document that the prefix begins with."""
+    ids, offsets = document.token_ids, document.offsets
+    return ids is not None and offsets is not None and bool(ids[0] == prefix[0] and offsets[0, 1] == 0)
+
+
+def _lead(document: Document, rule: WindowRule, room: int) -> tuple[int, ...]:
+    """A quarter window of the document's own later text, or what there is room for, to be read before its start.
 
     What follows the prefix closely draws attention whatever is asked, as a sink does, and would hide the rest.
     """
     assert document.token_ids is not None
     start = rule.window // 2
-    return tuple(document.token_ids[start : start + rule.window // 4].tolist())
+    return tuple(document.token_ids[start : start + min(rule.window // 4, room)].tolist())
 
 
 def _dtype_name(dtype: str | torch.dtype | None, default: torch.dtype) -> str:

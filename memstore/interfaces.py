@@ -159,6 +159,11 @@ class ModelAdapter(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
+    @property
+    @abstractmethod
+    def native_window(self) -> int:
+        """Tokens the model was made to read at once."""
+
     @abstractmethod
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """How a document is cut; None stands for this family's default. Raises ConfigError for what cannot be."""

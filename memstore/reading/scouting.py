@@ -46,8 +46,8 @@ class Scout:
     def score(self, layer: int, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
         """Score all blocks at one layer; returns [b, blocks] and adds it to the total.
 
-        query: [b, H, T, c], rotated to positions [b, T]. A block's score is its share of a softmax over the sink and all
-        blocks, each standing for its best key; the maximum over heads and asking tokens.
+        query: [b, H, T, c], rotated to positions [b, T]. A block's score is its share of a softmax over the sink and
+        all blocks, each standing for its best key; the maximum over heads and asking tokens.
         """
         far = self._turned(query, positions)
         keys = [
