@@ -16,7 +16,7 @@ from memstore.store import MemoryStore
 
 pytestmark = pytest.mark.real
 
-LENGTH = 3072
+LENGTH = 2304
 
 
 @pytest.fixture(scope="module")
