@@ -76,7 +76,7 @@ def encode(
     else:
         num_tokens = len(features) * feature_tokens
     windows = plan(num_tokens, rule)
-    prefix = adapter.prefix(tokenizer) if tokenizer is not None and len(windows) > 1 else []
+    prefix = adapter.prefix(tokenizer, rule.window) if tokenizer is not None and len(windows) > 1 else []
     parts = adapter.parts(_dtype_name(dtype, model.dtype))
     draft = _draft(
         id=uuid.uuid4().hex,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memstore.errors import ConfigError, UnsupportedModelError
-from memstore.hooks import AttentionFunction, base_attention, base_implementation, install, uninstall
+from memstore.hooks import AttentionFunction, base_attention, base_implementation, install
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import PartSpec, WindowRule
 from memstore.memory import Memory
@@ -146,7 +146,7 @@ class DecoderOnlyAdapter(ModelAdapter):
 
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows step by one half; a token is kept from the window in which at least half lies to its left."""
-        window = min(self.DEFAULT_WINDOW, self.native_window) if window is None else window
+        window = min(self.DEFAULT_WINDOW, self.native_window // 2) if window is None else window
         return checked_rule(window, overlap, "left", self.native_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
@@ -180,16 +180,22 @@ class DecoderOnlyAdapter(ModelAdapter):
             return attention
 
         taps = {module: tap(layer, module) for layer, module in enumerate(self.self_attentions)}
-        install(taps)
+        uninstall = install(taps)
         try:
             yield
         finally:
-            uninstall(taps)
+            uninstall()
 
-    def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def prefix(self, tokenizer: PreTrainedTokenizerBase, window: int) -> list[int]:
         """What stands before the user's words in a chat. Every window of a long document is read behind it: so its own
         first tokens do not become the attention sink, and what is kept was read as what a user gave."""
-        return chat_frame(tokenizer).header
+        header = chat_frame(tokenizer).header
+        if len(header) + window > self.native_window:
+            raise ConfigError(
+                f"window={window} leaves no room for the chat template's header of {len(header)} tokens; this model "
+                f"reads {self.native_window} tokens at once. Use at most {self.native_window - len(header)}."
+            )
+        return header
 
     def rope(self) -> Tensor:
         return cast(Tensor, self.rotary.inv_freq)

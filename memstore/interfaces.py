@@ -179,8 +179,11 @@ class ModelAdapter(ABC):
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> Attachment:
         """Bind memories, one list for each batch row, or a single list for all rows."""
 
-    def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokens to read before every window of a long document; none unless the family needs them."""
+    def prefix(self, tokenizer: PreTrainedTokenizerBase, window: int) -> list[int]:
+        """Tokens to read before every window of a long document; none unless the family needs them.
+
+        Raises ConfigError if they and a window are more than the model reads at once.
+        """
         return []
 
     @property
