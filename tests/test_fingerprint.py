@@ -39,7 +39,7 @@ def rebuilt(model, **changes):
     torch.manual_seed(0)
     other = type(model)(config)
     own = other.state_dict()
-    fitting = {key: value for key, value in model.state_dict().items() if own[key].shape == value.shape}
+    fitting = {key: value for key, value in model.state_dict().items() if key in own and own[key].shape == value.shape}
     other.load_state_dict(fitting, strict=False)
     return other.eval()
 
