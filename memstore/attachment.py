@@ -47,6 +47,10 @@ def attach(
     lists = [list(memories)] if rows is None else [list(row) for row in rows]
     if not lists or not all(lists):
         raise AttachError("Every batch row needs at least one memory.")
+    for row in lists:
+        names = [memory.name for memory in row]
+        if len({memory.manifest.id for memory in row}) < len(row):
+            raise AttachError(f"A memory is attached twice to one row: {', '.join(names)}.")
     adapter = adapter_for(model)(model)
     for memory in {id(memory): memory for row in lists for memory in row}.values():
         _check_fits(memory, adapter, strict)
@@ -163,6 +167,8 @@ class Attachment(ABC):
 
         Raises FingerprintMismatchError for another tokenizer than the one a memory was written with.
         """
+        if not self._opened:
+            raise AttachError("Nothing is attached yet: write `with memstore.attach(…) as attached:` around the use.")
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if prompt is not None and tokenizer is None:
@@ -173,7 +179,7 @@ class Attachment(ABC):
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
         self._readings.clear()
         output = cast(Any, self.model).generate(**inputs)
-        if tokenizer is None:
+        if tokenizer is None or given:
             return output
         start = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return str(tokenizer.decode(output[0, start:], skip_special_tokens=True)).strip()

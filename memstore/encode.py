@@ -20,7 +20,7 @@ from xxhash import xxh3_128
 
 from memstore.errors import ConfigError, DocumentError, EncodingError, MemoryExistsError
 from memstore.fingerprint import fingerprint, tensor_bytes
-from memstore.manifest import ITEM_BYTES, Manifest, PartSpec
+from memstore.manifest import ITEM_BYTES, Manifest, PartSpec, WindowRule
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
 from memstore.registry import adapter_for
@@ -75,8 +75,17 @@ def encode(
         num_tokens = len(document.token_ids)
     else:
         num_tokens = len(features) * feature_tokens
+    prefix = adapter.prefix(tokenizer) if tokenizer is not None and num_tokens > rule.window else []
+    if prefix and _begins_twice(document, prefix):
+        document = Document(document.text, document.token_ids[1:], document.offsets[1:])  # type: ignore[index]
+        num_tokens -= 1
     windows = plan(num_tokens, rule)
-    prefix = adapter.prefix(tokenizer, rule.window) if tokenizer is not None and len(windows) > 1 else []
+    room = adapter.native_window - rule.window - len(prefix)
+    if prefix and room < 0:
+        raise ConfigError(
+            f"window={rule.window} leaves no room for the {len(prefix)} tokens of the chat template's header, which "
+            f"stand before every window; the model has {adapter.native_window} positions."
+        )
     parts = adapter.parts(_dtype_name(dtype, model.dtype))
     draft = _draft(
         id=uuid.uuid4().hex,
@@ -89,6 +98,7 @@ def encode(
         parts=parts,
         rule=rule,
         prefix_ids=tuple(prefix),
+        lead_ids=_lead(document, rule, room) if prefix else (),
         batch_size=BATCH if batch_size is None else batch_size,
         device=model.device.type,
         fingerprint=fingerprint(adapter, tokenizer),
@@ -148,6 +158,22 @@ def _draft(**fields: Any) -> Manifest:
     except ValidationError as error:  # what is left to be wrong is name and metadata
         wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise DocumentError(f"The document {fields['name']!r} cannot be described: {wrong}.") from error
+
+
+def _begins_twice(document: Document, prefix: list[int]) -> bool:
+    """Whether the tokenizer put the same special token before the document that the prefix begins with."""
+    ids, offsets = document.token_ids, document.offsets
+    return ids is not None and offsets is not None and bool(ids[0] == prefix[0] and offsets[0, 1] == 0)
+
+
+def _lead(document: Document, rule: WindowRule, room: int) -> tuple[int, ...]:
+    """A quarter window of the document's own later text, or what there is room for, to be read before its start.
+
+    What follows the prefix closely draws attention whatever is asked, as a sink does, and would hide the rest.
+    """
+    assert document.token_ids is not None
+    start = rule.window // 2
+    return tuple(document.token_ids[start : start + min(rule.window // 4, room)].tolist())
 
 
 def _dtype_name(dtype: str | torch.dtype | None, default: torch.dtype) -> str:
@@ -226,8 +252,11 @@ def _blocks(
 
 
 def _batches(windows: list[Window], manifest: Manifest) -> Iterator[list[Window]]:
-    """Windows that are read together: all have equal length."""
-    for start in range(0, len(windows), manifest.batch_size):
+    """Windows that are read together: all have equal length. The first one stands alone if it has a lead of its own."""
+    alone = 1 if manifest.lead_ids else 0
+    if alone:
+        yield windows[:1]
+    for start in range(alone, len(windows), manifest.batch_size):
         yield windows[start : start + manifest.batch_size]
 
 
@@ -238,18 +267,19 @@ def _encode_group(
     if manifest.has_ids:
         inputs = torch.stack([source[window.start : window.stop] for window in group])
     else:
-        first = group[0].start // manifest.rule.window
-        inputs = source[first : first + len(group)]
-    prefix = len(manifest.prefix_ids)
-    if prefix:
-        inputs = torch.cat((torch.tensor([manifest.prefix_ids]).expand(len(group), -1), inputs), dim=1)
+        nth = group[0].start // manifest.rule.window
+        inputs = source[nth : nth + len(group)]
+    prefix, first = len(manifest.prefix_ids), group[0].start == 0
+    before = torch.tensor(manifest.prefix_ids + (manifest.lead_ids if first else ()), dtype=torch.long)
+    if len(before):
+        inputs = torch.cat((before.expand(len(group), -1), inputs), dim=1)
     encoded = {
         part: _stored(rows, manifest.parts[part].dtype, group[0])
         for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
     }
-    if prefix and group[0].start == 0:
+    if prefix and first:
         writer.put_prefix({part: tensor_bytes(rows[0, :prefix]) for part, rows in encoded.items()})
-    return {part: rows[:, prefix:] for part, rows in encoded.items()}
+    return {part: rows[:, len(before) :] for part, rows in encoded.items()}
 
 
 def _stored(rows: Tensor, dtype: str, window: Window) -> Tensor:

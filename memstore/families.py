@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from memstore.errors import ConfigError, UnsupportedModelError
+from memstore.errors import AttachError, ConfigError, UnsupportedModelError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation, install
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import PartSpec, WindowRule
@@ -57,6 +58,15 @@ def checked_rule(window: int, overlap: int | None, context: str, limit: int | No
     return WindowRule.model_validate({"window": window, "overlap": overlap, "context": context})
 
 
+def known_options(attachment: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if this kind of attachment has all of them, else AttachError."""
+    known = [name for name, each in signature(attachment).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise AttachError(f"{', '.join(unknown)}: no option of this kind of memory, which has {', '.join(known)}.")
+    return options
+
+
 class EncoderDecoderAdapter(ModelAdapter):
     """An encoder-decoder: a memory holds one encoder state per token, and cross-attention reads it."""
 
@@ -73,11 +83,6 @@ class EncoderDecoderAdapter(ModelAdapter):
     @abstractmethod
     def cross_attentions(self) -> list[CrossAttention]:
         """The decoder's cross-attention, layer by layer."""
-
-    @property
-    @abstractmethod
-    def native_window(self) -> int:
-        """Tokens the encoder was made to read at once; also the default ``top_k``."""
 
     @property
     def max_window(self) -> int | None:
@@ -107,13 +112,22 @@ class EncoderDecoderAdapter(ModelAdapter):
         return dict(self.encoder.state_dict())
 
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> HiddenAttachment:
-        return HiddenAttachment(self, rows, **options)
+        return HiddenAttachment(self, rows, **known_options(HiddenAttachment, options))
 
 
 class DecoderOnlyAdapter(ModelAdapter):
     """A decoder with rotary positions: a memory holds every layer's keys, before rotation, and values."""
 
     kind = "kv"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        rope_type = getattr(self.rotary, "rope_type", "default")
+        if rope_type in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {rope_type!r} rotary positions, whose frequencies change with the length "
+                "of the text; stored keys would no longer fit."
+            )
 
     DEFAULT_WINDOW: ClassVar[int] = 1024
 
@@ -186,16 +200,10 @@ class DecoderOnlyAdapter(ModelAdapter):
         finally:
             uninstall()
 
-    def prefix(self, tokenizer: PreTrainedTokenizerBase, window: int) -> list[int]:
+    def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """What stands before the user's words in a chat. Every window of a long document is read behind it: so its own
         first tokens do not become the attention sink, and what is kept was read as what a user gave."""
-        header = chat_frame(tokenizer).header
-        if len(header) + window > self.native_window:
-            raise ConfigError(
-                f"window={window} leaves no room for the chat template's header of {len(header)} tokens; this model "
-                f"reads {self.native_window} tokens at once. Use at most {self.native_window - len(header)}."
-            )
-        return header
+        return chat_frame(tokenizer).header
 
     def rope(self) -> Tensor:
         return cast(Tensor, self.rotary.inv_freq)
@@ -204,4 +212,4 @@ class DecoderOnlyAdapter(ModelAdapter):
         return dict(self.decoder.state_dict())
 
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> KvAttachment:
-        return KvAttachment(self, rows, **options)
+        return KvAttachment(self, rows, **known_options(KvAttachment, options))

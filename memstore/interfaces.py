@@ -159,6 +159,11 @@ class ModelAdapter(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
+    @property
+    @abstractmethod
+    def native_window(self) -> int:
+        """Tokens the model was made to read at once."""
+
     @abstractmethod
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """How a document is cut; None stands for this family's default. Raises ConfigError for what cannot be."""
@@ -179,11 +184,8 @@ class ModelAdapter(ABC):
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> Attachment:
         """Bind memories, one list for each batch row, or a single list for all rows."""
 
-    def prefix(self, tokenizer: PreTrainedTokenizerBase, window: int) -> list[int]:
-        """Tokens to read before every window of a long document; none unless the family needs them.
-
-        Raises ConfigError if they and a window are more than the model reads at once.
-        """
+    def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Tokens to read before every window of a long document; none unless the family needs them."""
         return []
 
     @property

@@ -63,11 +63,12 @@ def read(store, model, name="doc", length=60, **keywords):
 def traces(model):
     """Everything an attachment could leave on a model."""
     marks: list[Any] = [hooks._switched.copy(), len(hooks._readers)]
+    configs: dict[int, Any] = {}
     for module in model.modules():
         marks.append([len(each) for each in (module._forward_pre_hooks, module._forward_hooks, module.__dict__)])
-        config = getattr(module, "config", None)
-        marks.append(None if config is None else (config._attn_implementation, id(config), repr(config)))
-    return marks
+        marks.append(id(config := getattr(module, "config", None)))
+        configs[id(config)] = config
+    return marks + [(config._attn_implementation, repr(config)) for config in configs.values() if config is not None]
 
 
 class Stop(Exception):  # noqa: N818

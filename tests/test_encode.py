@@ -81,11 +81,12 @@ def test_keys_and_values_are_those_of_the_models_own_cache(library, llama, token
     """Rotated again at their positions in the window, they are what transformers itself caches."""
     text = (LINE * 20)[:length]
     memory = library.encode(llama, tokenizer, text, name="doc", window=64)
-    prefix, ids = list(memory.manifest.prefix_ids), memory.token_ids.tolist()
+    prefix, lead, ids = memory.manifest.prefix_ids, memory.manifest.lead_ids, memory.token_ids.tolist()
     for window in plan(length, memory.manifest.rule):
+        before = [*prefix, *(lead if window.start == 0 else ())]
         with torch.no_grad():
-            cache = find_cache(llama(input_ids=torch.tensor([prefix + ids[window.start : window.stop]])).values())
-        skip = len(prefix) - window.start
+            cache = find_cache(llama(input_ids=torch.tensor([before + ids[window.start : window.stop]])).values())
+        skip = len(before) - window.start
         kept = slice(skip + window.keep_start, skip + window.keep_stop)
         with memory.open() as opened:
             assert cache is not None
@@ -163,7 +164,11 @@ def test_special_tokens_have_no_text_and_every_other_token_has(library, llama):
 
 TEXT = {"text": "word", "input_ids": None}
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({**TEXT, "text": "long" * 600, "window": 2043}, ConfigError, "window=2043 leaves no room.*header of 6 tokens"),
+    (
+        {**TEXT, "text": "long" * 600, "window": 2043},
+        ConfigError,
+        "window=2043 leaves no room for the 6 tokens of the chat",
+    ),
     ({**TEXT, "text": ""}, DocumentError, "empty"),
     ({**TEXT, "text": "half \ud83d of one"}, DocumentError, "character 5 is the lone surrogate U\\+D83D"),
     ({**TEXT, "tokenizer": None}, DocumentError, "needs its tokenizer"),

@@ -25,7 +25,7 @@ from memstore.attention import (
     split_heads,
 )
 from memstore.errors import AttachError
-from memstore.hooks import AttentionFunction
+from memstore.hooks import AttentionFunction, base_attention, base_implementation
 from memstore.indexes import new_index
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
@@ -140,9 +140,11 @@ class HiddenAttachment(Attachment):
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         return {
-            module: partial(self._read, attention)
+            module: partial(
+                self._read if attention.layer_idx in self.layers else self._read_prompt,
+                attention,
+            )
             for module, attention in self.attentions.items()
-            if attention.layer_idx in self.layers
         }
 
     def _stage(self) -> nn.Module:
@@ -162,7 +164,7 @@ class HiddenAttachment(Attachment):
         return kwargs
 
     def _after(self, output: Any) -> None:
-        """Nothing of a step is needed later."""
+        self._no_prompt = False
 
     def _read(
         self,
@@ -208,6 +210,15 @@ class HiddenAttachment(Attachment):
         if self.explain:
             self._explain(attention.layer_idx, absorbed, chosen, memory, total)
         return finish(normalise(total), query), None
+
+    def _read_prompt(
+        self, attention: CrossAttention, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function of a layer that sees only the prompt: nothing, if that is empty."""
+        self._calls += 1
+        if self._no_prompt:
+            return finish(torch.zeros_like(query), query), None
+        return base_attention(module, base_implementation(module))(module, query, *args, **kwargs)
 
     def _explain(
         self, layer: int, absorbed: Tensor, chosen: Sequence[Tensor | None], memory: Partial, total: Partial
