@@ -37,8 +37,10 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("What was the name of Naomi's husband?", "Elimelech"),
-    Question("Where did Jonah find a ship?", "Joppa"),
-    Question("What was Esther's other name?", "Hadassah"),
+    Question("To which city was Jonah told to go?", "Nineveh"),
+    Question("What did the king hold out to Esther?", "sceptre"),
+    Question("How many times hotter was the furnace heated?", "seven"),
+    Question("In which plain did Nebuchadnezzar set up the golden image?", "Dura"),
 )
 
 
