@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memstore.errors import AttachError, FingerprintMismatchError, FingerprintWarning, HookError
 from memstore.fingerprint import fingerprint, mismatches, tokenizer_hash
-from memstore.hooks import AttentionFunction, install, uninstall
+from memstore.hooks import AttentionFunction, install
 from memstore.memory import Memory, OpenMemory
 from memstore.provenance import Reading
 from memstore.registry import adapter_for
@@ -131,9 +131,7 @@ class Attachment(ABC):
             stack.callback(self._opened.clear)
             stack.callback(self._release)
             self._prepare()
-            readers = self._readers()
-            install(readers)
-            stack.callback(uninstall, readers)
+            stack.callback(install(self._readers()))
             stage = self._stage()
             stack.callback(stage.register_forward_pre_hook(self._pre_hook, with_kwargs=True).remove)
             stack.callback(stage.register_forward_hook(self._post_hook).remove)
@@ -227,6 +225,16 @@ class Attachment(ABC):
             )
         each = batch // len(self.rows)
         return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
+
+
+def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]:
+    """The layers that read, None standing for all of ``depth``. Raises AttachError for none, and for one too many."""
+    every = range(depth)
+    if layers is None:
+        return frozenset(every)
+    if not isinstance(layers, Collection) or not layers or any(layer not in every for layer in layers):
+        raise AttachError(f"layers={layers!r} must list some of this decoder's layers, which are 0 to {depth - 1}.")
+    return frozenset(layers)
 
 
 def restart(attachment: Attachment) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memstore.errors import AttachError, ConfigError, UnsupportedModelError
-from memstore.hooks import AttentionFunction, base_attention, base_implementation, install, uninstall
+from memstore.hooks import AttentionFunction, base_attention, base_implementation, install
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import PartSpec, WindowRule
 from memstore.memory import Memory
@@ -160,7 +160,7 @@ class DecoderOnlyAdapter(ModelAdapter):
 
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows step by one half; a token is kept from the window in which at least half lies to its left."""
-        window = min(self.DEFAULT_WINDOW, self.native_window) if window is None else window
+        window = min(self.DEFAULT_WINDOW, self.native_window // 2) if window is None else window
         return checked_rule(window, overlap, "left", self.native_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
@@ -194,11 +194,11 @@ class DecoderOnlyAdapter(ModelAdapter):
             return attention
 
         taps = {module: tap(layer, module) for layer, module in enumerate(self.self_attentions)}
-        install(taps)
+        uninstall = install(taps)
         try:
             yield
         finally:
-            uninstall(taps)
+            uninstall()
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """What stands before the user's words in a chat. Every window of a long document is read behind it: so its own

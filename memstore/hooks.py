@@ -54,8 +54,8 @@ def _dispatch(implementation: str) -> AttentionFunction:
     return attention
 
 
-def install(readers: Mapping[nn.Module, AttentionFunction]) -> None:
-    """Let these modules read through their functions. Undone by :func:`uninstall`.
+def install(readers: Mapping[nn.Module, AttentionFunction]) -> Callable[[], None]:
+    """Let these modules read through their functions, until the function that is returned is called.
 
     Raises AttachError if a module is attached already or its attention implementation is not supported.
     """
@@ -67,25 +67,36 @@ def install(readers: Mapping[nn.Module, AttentionFunction]) -> None:
                 f"The model runs with {base_implementation(module)!r} attention, which cannot be hooked yet; "
                 f'call model.set_attn_implementation("sdpa") first.'
             )
-    for config in _configs(readers):
-        _, before, count = _switched.get(id(config), (config, config._attn_implementation, 0))
-        _switched[id(config)] = (config, before, count + 1)
-        AttentionInterface.register(PREFIX + before, _dispatch(before))
-        AttentionMaskInterface.register(PREFIX + before, ALL_MASK_ATTENTION_FUNCTIONS[before])
-        config._attn_implementation = PREFIX + before
+    configs = _configs(readers)
+    for config in configs:
+        _switch(config)
     _readers.update(readers)
 
+    def uninstall() -> None:
+        for module in readers:
+            _readers.pop(module, None)
+        for config in configs:
+            _switch_back(config)
 
-def uninstall(readers: Mapping[nn.Module, AttentionFunction]) -> None:
-    """Give the modules back. A configuration returns to what it was when its last attachment has gone."""
-    for module in readers:
-        _readers.pop(module, None)
-    for config in _configs(readers):
-        config, before, count = _switched.pop(id(config))
-        if count > 1:
-            _switched[id(config)] = (config, before, count - 1)
-        else:
-            config._attn_implementation = before
+    return uninstall
+
+
+def _switch(config: PretrainedConfig) -> None:
+    _, before, count = _switched.get(id(config), (config, config._attn_implementation, 0))
+    _switched[id(config)] = (config, before, count + 1)
+    AttentionInterface.register(PREFIX + before, _dispatch(before))
+    AttentionMaskInterface.register(PREFIX + before, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    config._attn_implementation = PREFIX + before
+
+
+def _switch_back(config: PretrainedConfig) -> None:
+    """A configuration returns to what it was when its last attachment has gone, unless another implementation has been
+    chosen for it in the meantime."""
+    config, before, count = _switched.pop(id(config))
+    if count > 1:
+        _switched[id(config)] = (config, before, count - 1)
+    elif config._attn_implementation == PREFIX + before:
+        config._attn_implementation = before
 
 
 def _configs(modules: Mapping[nn.Module, AttentionFunction]) -> list[PretrainedConfig]:

@@ -61,9 +61,9 @@ def adapter_for(model: Any) -> type[Any]:
     claims: dict[str, type[Any]] = {}
     supported: set[str] = set()
     broken: list[str] = []
-    for name in _entries(ADAPTERS):
+    for name, entry in _entries(ADAPTERS).items():
         try:
-            adapter = load(ADAPTERS, name)
+            adapter = _import(entry)
         except PluginError as error:  # an adapter that lacks its library must not disable the others
             broken.append(str(error))
             continue

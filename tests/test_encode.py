@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -45,9 +47,15 @@ def library(tmp_path):
 
 def whisper():
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     config = WhisperConfig(vocab_size=50, num_mel_bins=8, max_source_positions=20, **sizes, **heads, **special)
     return WhisperForConditionalGeneration(config).eval()
 
@@ -73,14 +81,15 @@ def test_keys_and_values_are_those_of_the_models_own_cache(library, llama, token
     """Rotated again at their positions in the window, they are what transformers itself caches."""
     text = (LINE * 20)[:length]
     memory = library.encode(llama, tokenizer, text, name="doc", window=64)
-    prefix, ids = list(memory.manifest.prefix_ids), memory.token_ids.tolist()
+    prefix, lead, ids = memory.manifest.prefix_ids, memory.manifest.lead_ids, memory.token_ids.tolist()
     for window in plan(length, memory.manifest.rule):
-        before = prefix if window.start == 0 else []
+        before = [*prefix, *(lead if window.start == 0 else ())]
         with torch.no_grad():
             cache = find_cache(llama(input_ids=torch.tensor([before + ids[window.start : window.stop]])).values())
         skip = len(before) - window.start
         kept = slice(skip + window.keep_start, skip + window.keep_stop)
         with memory.open() as opened:
+            assert cache is not None
             for i, layer in enumerate(cache.layers):
                 values = opened.rows(f"values.{i}", window.keep_start, window.keep_stop).transpose(0, 1)
                 torch.testing.assert_close(values, layer.values[0, :, kept], atol=1e-6, rtol=1e-5)
@@ -154,7 +163,12 @@ def test_special_tokens_have_no_text_and_every_other_token_has(library, llama):
 
 
 TEXT = {"text": "word", "input_ids": None}
-WRONG = [
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {**TEXT, "text": "long" * 600, "window": 2043},
+        ConfigError,
+        "window=2043 leaves no room for the 6 tokens of the chat",
+    ),
     ({**TEXT, "text": ""}, DocumentError, "empty"),
     ({**TEXT, "text": "half \ud83d of one"}, DocumentError, "character 5 is the lone surrogate U\\+D83D"),
     ({**TEXT, "tokenizer": None}, DocumentError, "needs its tokenizer"),
@@ -248,8 +262,8 @@ def test_the_same_again_is_a_no_op_and_anything_else_is_refused(library, llama, 
         llama, tokenizer, LINE, name="doc", metadata={"year": 90}, progress=lambda *x: calls.append(x)
     )
     assert (again.manifest, calls) == (first.manifest, [])
-    good = {"tokenizer": tokenizer, "text": LINE, "metadata": {"year": 90}}
-    other = {"text": LINE + "x"}, {"metadata": None}, {"window": 64}, {"dtype": "float16"}, {"batch_size": 2}
+    good: dict[str, Any] = {"tokenizer": tokenizer, "text": LINE, "metadata": {"year": 90}}
+    other: Any = {"text": LINE + "x"}, {"metadata": None}, {"window": 64}, {"dtype": "float16"}, {"batch_size": 2}
     names = ("num_tokens, document_digest", "metadata", "rule", "parts", "batch_size")
     for change, differing in zip(other, names, strict=True):
         with pytest.raises(MemoryExistsError, match=f"'doc' already; it differs in {differing}"):

@@ -17,7 +17,7 @@ from memstore.registry import adapter_for
 from tests import tiny
 from tests.models import build, clone, tokens
 
-FAMILIES = ["bart", "m2m_100", "t5", "llama", "qwen3"]
+FAMILIES = ["bart", "t5", "qwen3"]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def rebuilt(model, **changes):
     torch.manual_seed(0)
     other = type(model)(config)
     own = other.state_dict()
-    fitting = {key: value for key, value in model.state_dict().items() if own[key].shape == value.shape}
+    fitting = {key: value for key, value in model.state_dict().items() if key in own and own[key].shape == value.shape}
     other.load_state_dict(fitting, strict=False)
     return other.eval()
 
@@ -269,7 +269,12 @@ def test_the_tokenizer_hash_survives_saving(tmp_path):
 
 def test_weights_are_hashed_once_for_each_model(library, monkeypatch):
     hashed, compute = [], fingerprint._tensors_hash
-    monkeypatch.setattr(fingerprint, "_tensors_hash", lambda tensors: hashed.append(len(tensors)) or compute(tensors))
+
+    def counting(tensors):
+        hashed.append(len(tensors))
+        return compute(tensors)
+
+    monkeypatch.setattr(fingerprint, "_tensors_hash", counting)
     model = build("bart")
     memories = [library.encode(model, input_ids=tokens(20, seed=i), name=str(i)) for i in range(3)]
     for _ in range(3):

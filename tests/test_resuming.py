@@ -76,7 +76,7 @@ def test_an_interrupted_encoding_resumes_to_the_same_bytes(library, monkeypatch,
     monkeypatch.setattr(encode, "BLOCK_BYTES", 1)
     digest, values = uninterrupted[kind]
     for stop in (0, 256, 768, 1500):  # four times, and each goes on from where the one before stopped
-        calls = []
+        calls: list[int] = []
 
         def progress(done, total, stop=stop, calls=calls):
             calls.append(done)
@@ -86,9 +86,9 @@ def test_an_interrupted_encoding_resumes_to_the_same_bytes(library, monkeypatch,
         with pytest.raises(error):
             read(library, kind, progress=progress)
         assert library.names() == [] and calls == sorted(calls)
-    calls = []
-    memory = read(library, kind, progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(1500, 1500)]
+    ends: list[tuple[int, int]] = []
+    memory = read(library, kind, progress=lambda done, total: ends.append((done, total)))
+    assert ends == [(1500, 1500)]
     assert memory.manifest.digest == digest and contents(memory) == values
 
 
@@ -105,10 +105,14 @@ def test_a_killed_encoding_resumes_to_the_same_bytes(library, monkeypatch, unint
 
 def test_a_resumed_encoding_reads_the_same_windows_together(library, monkeypatch):
     monkeypatch.setattr(encode, "BLOCK_BYTES", 1)
-    batches, encode_windows = [], DecoderOnlyAdapter.encode
-    monkeypatch.setattr(
-        DecoderOnlyAdapter, "encode", lambda self, ids: batches.append(ids.tolist()) or encode_windows(self, ids)
-    )
+    batches: list[list[list[int]]] = []
+    encode_windows = DecoderOnlyAdapter.encode
+
+    def noting(self, ids):
+        batches.append(ids.tolist())
+        return encode_windows(self, ids)
+
+    monkeypatch.setattr(DecoderOnlyAdapter, "encode", noting)
 
     def stop(done, total):
         if done == 512:

@@ -20,6 +20,12 @@ class ExactIndex(VectorIndex):
     def build(self, blocks: Sequence[Tensor]) -> None:
         if not blocks or not all(len(block) for block in blocks):
             raise QueryError("An index needs at least one key.")
+        kinds = {(tuple(block.shape[1:]), block.dtype) for block in blocks}
+        if len(kinds) > 1 or blocks[0].dim() != 2 or blocks[0].dtype not in DTYPES:
+            raise QueryError(
+                "Keys must be blocks [n, d] of one width and one dtype, float32, float16 or bfloat16; these are "
+                f"{', '.join(f'[n, *{list(shape)}] {dtype}' for shape, dtype in sorted(kinds, key=str))}."
+            )
         self.blocks = list(blocks)
         self.width = self.blocks[0].shape[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from memstore.attachment import Attachment, TopK, device_of, empty_cache, finish, restart
+from memstore.attachment import Attachment, TopK, checked_layers, device_of, empty_cache, finish, restart
 from memstore.attention import (
     Partial,
     absorb_keys,
@@ -94,7 +94,7 @@ class HiddenAttachment(Attachment):
         rows: Sequence[Sequence[Memory]],
         *,
         top_k: TopK = None,
-        layers: Sequence[int] | None = None,
+        layers: Collection[int] | None = None,
         index: str | None = None,
         explain: bool = False,
     ) -> None:
@@ -103,12 +103,11 @@ class HiddenAttachment(Attachment):
             top_k is not None and top_k != "all" and (not isinstance(top_k, int) or top_k < 1)
         ):
             raise AttachError(f'top_k={top_k!r} must be a whole number of at least 1, "all", or None.')
+        if index is not None:
+            new_index(index)  # a name that does not exist is refused now, and also where nothing needs searching
         self.top_k, self.index = adapter.native_window if top_k is None else top_k, index
         self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
-        unknown = set(layers or ()) - {attention.layer_idx for attention in self.attentions.values()}
-        if unknown or (layers is not None and not layers):
-            raise AttachError(f"layers={layers!r}: this decoder has layers 0 to {len(self.attentions) - 1}.")
-        self.layers = None if layers is None else frozenset(layers)
+        self.layers = checked_layers(layers, len(self.attentions))
         self._shelves: list[Shelf] = []
         self._no_prompt = False
 
@@ -142,7 +141,7 @@ class HiddenAttachment(Attachment):
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         return {
             module: partial(
-                self._read if self.layers is None or attention.layer_idx in self.layers else self._read_prompt,
+                self._read if attention.layer_idx in self.layers else self._read_prompt,
                 attention,
             )
             for module, attention in self.attentions.items()

@@ -6,7 +6,7 @@ scouting pass over the prompt chooses spans, which are then read at every layer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from memstore.attachment import Attachment, TopK, device_of, find_cache, finish, restart
+from memstore.attachment import Attachment, TopK, checked_layers, device_of, find_cache, finish, restart
 from memstore.attention import Partial, merge, normalise, ordinary_attention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
@@ -68,7 +68,7 @@ class KvAttachment(Attachment):
         *,
         top_k: TopK = None,
         budget: int | None = None,
-        layers: Sequence[int] | None = None,
+        layers: Collection[int] | None = None,
         index: str | None = None,
         explain: bool = False,
     ) -> None:
@@ -77,12 +77,9 @@ class KvAttachment(Attachment):
             raise AttachError(f'top_k={top_k!r}: a decoder-only memory is read by budget= in tokens, or top_k="all".')
         if index is not None:
             raise AttachError(f"index={index!r}: a decoder-only memory is searched by scouting, without an index.")
-        if budget is not None and budget < BLOCK:
-            raise AttachError(f"budget={budget!r} must be at least {BLOCK} tokens, the size of a block.")
-        every = range(len(adapter.self_attentions))
-        if layers is not None and (not layers or not set(layers) <= set(every)):
-            raise AttachError(f"layers={layers!r}: this decoder has layers 0 to {len(every) - 1}.")
-        self.layers = frozenset(every if layers is None else layers)
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < BLOCK):
+            raise AttachError(f"budget={budget!r} must be a whole number of at least {BLOCK} tokens, a block's size.")
+        self.layers = checked_layers(layers, len(adapter.self_attentions))
         self.blocks = (BUDGET if budget is None else budget) // BLOCK
         self.everything = top_k == "all"
         self._whole: dict[int, Excerpt] = {}

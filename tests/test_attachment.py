@@ -1,0 +1,265 @@
+"""The binding of memories to a model: what may be attached, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import memstore
+from memstore import hooks
+from memstore.errors import (
+    AttachError,
+    DamagedMemoryError,
+    HookError,
+    MemoryNotFoundError,
+    StoreError,
+    StoreInUseError,
+)
+from tests.models import build, tokens
+from tests.store import making
+
+FAMILIES = ["bart", "t5", "llama", "mistral-sliding"]
+SEQ2SEQ = ["bart", "t5"]
+DECODER_ONLY = ["llama", "mistral-sliding"]
+ANSWER = """
+import sys
+import memstore, torch
+from tests import test_attachment
+with memstore.open(sys.argv[1], "r") as library:
+    model = test_attachment.build(sys.argv[2])
+    with memstore.attach(model, library["doc"]):
+        print(test_attachment.run(model).double().flatten().tolist())
+"""
+
+
+@pytest.fixture
+def library(tmp_path):
+    with memstore.open(tmp_path / "library") as store:
+        yield store
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return build(request.param)
+
+
+def run(model, rows=1, **keywords):
+    """Logits for a fixed prompt."""
+    inputs = {"input_ids": tokens(9, seed=1, rows=rows)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens(5, seed=2, rows=rows)
+    with torch.no_grad():
+        return model(**inputs, **keywords).logits
+
+
+def read(store, model, name="doc", length=60, **keywords):
+    return store.encode(model, input_ids=tokens(length, seed=len(name)), name=name, **keywords)
+
+
+def traces(model):
+    """Everything an attachment could leave on a model."""
+    marks: list[Any] = [hooks._switched.copy(), len(hooks._readers)]
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        marks.append([len(each) for each in (module._forward_pre_hooks, module._forward_hooks, module.__dict__)])
+        marks.append(id(config := getattr(module, "config", None)))
+        configs[id(config)] = config
+    return marks + [(config._attn_implementation, repr(config)) for config in configs.values() if config is not None]
+
+
+class Stop(Exception):  # noqa: N818
+    """Raised inside an attachment."""
+
+
+@pytest.mark.parametrize("leave", ["normally", "by an exception", "by a failed step", "while entering"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_nothing_is_left_behind(library, model, monkeypatch, implementation, leave):
+    gc.collect()
+    model.set_attn_implementation(implementation)
+    memory, before, expected = read(library, model), traces(model), run(model)
+    if leave == "normally":
+        with memstore.attach(model, memory):
+            assert not torch.equal(run(model), expected)
+            assert traces(model) != before
+    elif leave == "by an exception":
+        with pytest.raises(Stop), memstore.attach(model, memory):
+            run(model)
+            raise Stop
+    elif leave == "by a failed step":
+        with pytest.raises(IndexError), memstore.attach(model, memory), torch.no_grad():
+            model(input_ids=torch.tensor([[9999]]), decoder_input_ids=torch.tensor([[5]]))
+    else:
+        attachment = memstore.attach(model, memory)
+        monkeypatch.setattr(attachment, "_stage", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError), attachment:
+            pass
+    assert traces(model) == before and not hooks._switched and not len(hooks._readers)
+    assert torch.equal(run(model), expected)
+    library.close()  # which would be refused if the memory were still open
+
+
+def test_a_damaged_memory_is_noticed_on_entering(library, model):
+    memory, before, expected = read(library, model), traces(model), run(model)
+    data = next(library.path.glob("memories/*/data.mdb"))
+    whole = bytearray(data.read_bytes())
+    with memory.open("off") as opened:
+        part = next(iter(memory.manifest.parts))
+        at = whole.find(opened.block(part, 0).numpy().tobytes())
+    whole[at + 100] ^= 1
+    data.write_bytes(whole)
+    with pytest.raises(DamagedMemoryError, match="encode the document again"), memstore.attach(model, memory):
+        run(model)
+    assert traces(model) == before and torch.equal(run(model), expected)
+
+
+def test_one_attachment_at_a_time(library, model):
+    one, two = read(library, model), read(library, model, "other")
+    with memstore.attach(model, one) as attached:
+        expected = run(model)
+        with pytest.raises(AttachError, match="leave that attachment before"), memstore.attach(model, two):
+            pass
+        with pytest.raises(AttachError, match="in use already"), attached:
+            pass
+        assert torch.equal(run(model), expected)
+    with attached:  # and again later
+        assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_models_at_the_same_time(library, model, shared, first_out):
+    other = copy.deepcopy(model)
+    if shared:  # one configuration object decides for both
+        for module, twin in zip(other.modules(), model.modules(), strict=True):
+            if hasattr(module, "config"):
+                module.config = twin.config
+    models, memories = [model, other], [read(library, model), read(library, other, "other")]
+    plain, before, alone = run(model), traces(model), []
+    for each, memory in zip(models, memories, strict=True):
+        with memstore.attach(each, memory):
+            alone.append(run(each))
+            assert torch.equal(run(models[1 - models.index(each)]), plain)
+    attachments = [memstore.attach(each, memory) for each, memory in zip(models, memories, strict=True)]
+    for attachment in attachments:
+        attachment.__enter__()
+    for each, expected in zip(models, alone, strict=True):
+        assert torch.equal(run(each), expected)
+    attachments[first_out].__exit__(None, None, None)
+    assert torch.equal(run(models[first_out]), plain)
+    assert torch.equal(run(models[1 - first_out]), alone[1 - first_out])
+    attachments[1 - first_out].__exit__(None, None, None)
+    assert traces(model) == before and torch.equal(run(other), plain)
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_encoding_while_attached_gives_the_same_bytes(library, family):
+    model = build(family)
+    memory = read(library, model)
+    with memstore.attach(model, memory):
+        again = library.encode(model, input_ids=memory.token_ids.tolist(), name="again")
+    assert again.manifest.digest == memory.manifest.digest
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+def test_written_in_one_process_and_read_in_another(library, family):
+    model = build(family)
+    memory = read(library, model)
+    with memstore.attach(model, memory):
+        expected = run(model).double().flatten().tolist()
+    library.close()
+    assert making.in_child(ANSWER, library.path, family).strip() == str(expected)
+
+
+def test_eager_and_sdpa_read_the_same(library, model):
+    memory, outputs = read(library, model), []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with memstore.attach(model, memory):
+            outputs.append(run(model))
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_flow_through_what_is_read(library, model):
+    """The same gradient as by finite differences, for a weight that only changes the query."""
+    memory = read(library, model)
+    layer = model.get_decoder().block[0].layer[1].EncDecAttention.q if model.config.model_type == "t5" else None
+    if layer is None:
+        first = model.get_decoder().layers[0]
+        layer = (first.encoder_attn if model.config.is_encoder_decoder else first.self_attn).q_proj
+    inputs = {"input_ids": tokens(9, seed=1, rows=1), "decoder_input_ids": tokens(5, seed=2, rows=1)}
+    if not model.config.is_encoder_decoder:
+        del inputs["decoder_input_ids"]
+    with memstore.attach(model, memory):
+        model(**inputs).logits[0, -1, 7].backward()
+        gradient = layer.weight.grad[0, 0].item()
+        assert gradient != 0
+        sides = []
+        for step in (1e-2, -2e-2):
+            with torch.no_grad():
+                layer.weight[0, 0] += step
+                sides.append(model(**inputs).logits[0, -1, 7].item())
+    assert (sides[0] - sides[1]) / 2e-2 == pytest.approx(gradient, rel=0.1, abs=2e-4)
+
+
+def test_rows_that_do_not_divide_the_batch_are_refused(library, model):
+    rows = [[read(library, model, name)] for name in ("a", "b")]
+    with memstore.attach(model, rows=rows):
+        run(model, rows=4)
+        with pytest.raises(AttachError, match="a batch of 3 cannot be shared out"):
+            run(model, rows=3)
+        run(model, rows=2)
+
+
+def test_memories_that_are_gone(library, model):
+    memory, other = read(library, model), read(library, model, "other")
+    attachment = memstore.attach(model, other)
+    del library["other"]
+    before = traces(model)
+    with pytest.raises(MemoryNotFoundError, match="'other' has been removed"), attachment:
+        pass
+    with memstore.attach(model, memory):
+        expected = run(model)
+        del library["doc"]
+        assert "doc" not in library and torch.equal(run(model), expected)
+        with pytest.raises(StoreInUseError):
+            library.close()
+        assert torch.equal(run(model), expected)
+    assert traces(model) == before
+    library.close()
+    with pytest.raises(StoreError, match="closed"), memstore.attach(model, memory):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_changes_its_dtype_while_attached_reads_on(library, model, dtype):
+    memory = read(library, model)
+    with memstore.attach(model, memory):
+        expected = run(model)
+        model.to(dtype)
+        assert (run(model).float() - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_attention_that_never_calls_the_interface_is_noticed(library, model):
+    memory = read(library, model)
+    with memstore.attach(model, memory) as attached:
+        for module in list(attached._readers()):
+            own: Any = copy.deepcopy(module.config)
+            own._attn_implementation = "sdpa"
+            module.config = own  # not the one that is switched
+        with pytest.raises(HookError, match="needs an adapter of its own"):
+            run(model)
+
+
+def test_an_implementation_chosen_while_attached_is_noticed(library, model):
+    memory, expected = read(library, model), run(model)
+    with memstore.attach(model, memory):
+        model.set_attn_implementation("eager")
+        with pytest.raises(HookError):
+            run(model)
+    chosen = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+    assert chosen == {"eager"}
+    torch.testing.assert_close(run(model), expected, atol=1e-4, rtol=1e-4)
