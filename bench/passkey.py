@@ -78,7 +78,7 @@ def splice(store: memstore.store.MemoryStore, reader: Reader, filler: Memory, id
     for window in plan(len(ids), filler.manifest.rule):
         if not ((changed >= window.start) & (changed < window.stop)).any() or window.keep_stop <= changed[0]:
             continue
-        prefix = list(filler.manifest.prefix_ids) if window.start == 0 else []
+        prefix = list(filler.manifest.prefix_ids)
         inputs = torch.tensor([prefix + ids[window.start : window.stop].tolist()])
         with torch.no_grad():
             encoded = adapter.encode(inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -47,6 +47,10 @@ def attach(
     lists = [list(memories)] if rows is None else [list(row) for row in rows]
     if not lists or not all(lists):
         raise AttachError("Every batch row needs at least one memory.")
+    for row in lists:
+        names = [memory.name for memory in row]
+        if len({memory.manifest.id for memory in row}) < len(row):
+            raise AttachError(f"A memory is attached twice to one row: {', '.join(names)}.")
     adapter = adapter_for(model)(model)
     for memory in {id(memory): memory for row in lists for memory in row}.values():
         _check_fits(memory, adapter, strict)
@@ -70,7 +74,7 @@ def _check_fits(memory: Memory, adapter: ModelAdapter, strict: bool) -> None:
     )
     if strict:
         raise FingerprintMismatchError(message)
-    warnings.warn(message, FingerprintWarning, stacklevel=3)
+    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach
 
 
 def _dtype(memory: Memory) -> str:
@@ -118,6 +122,8 @@ class Attachment(ABC):
         """Take note of what a step returned."""
 
     def __enter__(self) -> Self:
+        if self._opened:
+            raise AttachError("This attachment is in use already; leave it before entering it again.")
         with ExitStack() as stack:
             for memory in (memory for row in self.rows for memory in row):
                 if id(memory) not in self._opened:
@@ -163,6 +169,8 @@ class Attachment(ABC):
 
         Raises FingerprintMismatchError for another tokenizer than the one a memory was written with.
         """
+        if not self._opened:
+            raise AttachError("Nothing is attached yet: write `with memstore.attach(…) as attached:` around the use.")
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if prompt is not None and tokenizer is None:
@@ -173,7 +181,7 @@ class Attachment(ABC):
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
         self._readings.clear()
         output = cast(Any, self.model).generate(**inputs)
-        if tokenizer is None:
+        if tokenizer is None or given:
             return output
         start = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return str(tokenizer.decode(output[0, start:], skip_special_tokens=True)).strip()
@@ -232,9 +240,9 @@ def finish(output: Tensor, like: Tensor) -> Tensor:
     return output.transpose(1, 2).to(like.dtype).contiguous()
 
 
-def empty_cache(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward pass with these keywords starts a new sequence."""
-    cache = find_cache(kwargs.values())
+def empty_cache(arguments: Iterable[Any]) -> bool:
+    """Whether a forward pass with these arguments starts a new sequence."""
+    cache = find_cache(arguments)
     return cache is None or int(cache.get_seq_length()) == 0
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
+ROW_CHUNK = 1 << 24  # numbers gathered at once for top-k: 64 MiB
 
 
 class Partial(NamedTuple):
@@ -104,9 +105,13 @@ def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor) 
     ``gather`` returns the rows of flat ids [j] as [j, d]. The index only chose the rows: their scores are computed
     anew, exactly (top-k attention, Unlimiformer section 2.2).
     """
-    rows = gather(ids.clamp_min(0).flatten()).float().view(*ids.shape, -1)
-    scores = torch.einsum("md,mkd->mk", queries.float(), rows)
-    return partial_attention(scores.masked_fill(ids < 0, -torch.inf), rows)
+    at_once = max(1, ROW_CHUNK // (ids.shape[1] * queries.shape[1]))
+    parts = []
+    for some, chosen in zip(queries.float().split(at_once), ids.split(at_once), strict=True):
+        rows = gather(chosen.clamp_min(0).flatten()).float().view(*chosen.shape, -1)
+        scores = torch.einsum("md,mkd->mk", some, rows)
+        parts.append(partial_attention(scores.masked_fill(chosen < 0, -torch.inf), rows))
+    return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 def ordinary_attention(

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from xxhash import xxh3_128
 
 from memstore.errors import ConfigError, DocumentError, EncodingError, MemoryExistsError
 from memstore.fingerprint import fingerprint, tensor_bytes
-from memstore.manifest import ITEM_BYTES, Manifest, PartSpec
+from memstore.manifest import ITEM_BYTES, Manifest, PartSpec, WindowRule
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
 from memstore.registry import adapter_for
@@ -65,17 +66,28 @@ def encode(
     if sum(given is not None for given in (text, input_ids, input_features)) != 1:
         raise DocumentError("Give exactly one of text (with a tokenizer), input_ids and input_features.")
     features, feature_tokens = (None, 0) if input_features is None else adapter.feature_windows(input_features)
-    document = _document(tokenizer, text, input_ids)
+    if features is None and not adapter.vocab_size:
+        raise DocumentError(f"{type(model).__name__} reads input_features, not text or token ids.")
+    document = _document(tokenizer, text, input_ids, adapter.vocab_size)
     rule = adapter.rule(feature_tokens or window, 0 if feature_tokens else overlap)
     if features is None:
         assert document.token_ids is not None
         num_tokens = len(document.token_ids)
     else:
         num_tokens = len(features) * feature_tokens
+    prefix = adapter.prefix(tokenizer) if tokenizer is not None and num_tokens > rule.window else []
+    if prefix and _begins_twice(document, prefix):
+        document = Document(document.text, document.token_ids[1:], document.offsets[1:])  # type: ignore[index]
+        num_tokens -= 1
     windows = plan(num_tokens, rule)
-    prefix = adapter.prefix(tokenizer) if tokenizer is not None and len(windows) > 1 else []
+    room = adapter.native_window - rule.window - len(prefix)
+    if prefix and room < 0:
+        raise ConfigError(
+            f"window={rule.window} leaves no room for the {len(prefix)} tokens of the chat template's header, which "
+            f"stand before every window; the model has {adapter.native_window} positions."
+        )
     parts = adapter.parts(_dtype_name(dtype, model.dtype))
-    draft = Manifest(
+    draft = _draft(
         id=uuid.uuid4().hex,
         name=name,
         created=time.time(),
@@ -86,6 +98,7 @@ def encode(
         parts=parts,
         rule=rule,
         prefix_ids=tuple(prefix),
+        lead_ids=_lead(document, rule, room) if prefix else (),
         batch_size=BATCH if batch_size is None else batch_size,
         device=model.device.type,
         fingerprint=fingerprint(adapter, tokenizer),
@@ -107,19 +120,60 @@ def encode(
         return writer.finish()
 
 
-def _document(tokenizer: PreTrainedTokenizerBase | None, text: str | None, input_ids: Any) -> Document:
+def _document(tokenizer: PreTrainedTokenizerBase | None, text: str | None, input_ids: Any, vocab_size: int) -> Document:
     if text is not None:
         if tokenizer is None:
             raise DocumentError("A document given as text needs its tokenizer.")
         ids, offsets = tokenize(tokenizer, text)
-        return Document(text, ids, offsets)
+        return Document(text, _known(ids, vocab_size), offsets)
     if input_ids is None:
         return Document(None, None, None)
-    ids = np.asarray(torch.as_tensor(input_ids).cpu())
+    wanted = "input_ids must be whole numbers of shape [n] or [1, n] with n > 0"
+    try:
+        ids = np.asarray(torch.as_tensor(input_ids).cpu())
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DocumentError(f"{wanted}: {error}.") from error
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
-        raise DocumentError(f"input_ids must be whole numbers of shape [n] or [1, n] with n > 0, not {ids.shape}.")
-    return Document(None, ids.astype(np.int32), None)
+        raise DocumentError(f"{wanted}, not {ids.dtype} of shape {list(ids.shape)}.")
+    return Document(None, _known(ids, vocab_size).astype(np.int32), None)
+
+
+def _known(ids: np.ndarray[Any, Any], vocab_size: int) -> np.ndarray[Any, Any]:
+    """The ids, if the model has an embedding for each of them."""
+    unknown = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(unknown):
+        raise DocumentError(
+            f"Token {unknown[0]} has id {ids[unknown[0]]}, and the model knows ids 0 to {vocab_size - 1}. Is it the "
+            "model that the tokenizer belongs to?"
+        )
+    return ids
+
+
+def _draft(**fields: Any) -> Manifest:
+    if isinstance(fields["batch_size"], bool) or not isinstance(fields["batch_size"], int) or fields["batch_size"] < 1:
+        raise ConfigError(f"batch_size={fields['batch_size']!r} must be a whole number of at least 1.")
+    try:
+        return Manifest(**fields)
+    except ValidationError as error:  # what is left to be wrong is name and metadata
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise DocumentError(f"The document {fields['name']!r} cannot be described: {wrong}.") from error
+
+
+def _begins_twice(document: Document, prefix: list[int]) -> bool:
+    """Whether the tokenizer put the same special token before the document that the prefix begins with."""
+    ids, offsets = document.token_ids, document.offsets
+    return ids is not None and offsets is not None and bool(ids[0] == prefix[0] and offsets[0, 1] == 0)
+
+
+def _lead(document: Document, rule: WindowRule, room: int) -> tuple[int, ...]:
+    """A quarter window of the document's own later text, or what there is room for, to be read before its start.
+
+    What follows the prefix closely draws attention whatever is asked, as a sink does, and would hide the rest.
+    """
+    assert document.token_ids is not None
+    start = rule.window // 2
+    return tuple(document.token_ids[start : start + min(rule.window // 4, room)].tolist())
 
 
 def _dtype_name(dtype: str | torch.dtype | None, default: torch.dtype) -> str:
@@ -161,13 +215,14 @@ def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Without dropout and gradients, and back to how the model was."""
-    training = model.training
+    training = [module for module in model.modules() if module.training]  # a part may be frozen in evaluation mode
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def _blocks(
@@ -197,8 +252,8 @@ def _blocks(
 
 
 def _batches(windows: list[Window], manifest: Manifest) -> Iterator[list[Window]]:
-    """Windows of equal length together. The first one stands alone where it is read behind a prefix."""
-    alone = 1 if manifest.prefix_ids else 0
+    """Windows that are read together: all have equal length. The first one stands alone if it has a lead of its own."""
+    alone = 1 if manifest.lead_ids else 0
     if alone:
         yield windows[:1]
     for start in range(alone, len(windows), manifest.batch_size):
@@ -212,18 +267,19 @@ def _encode_group(
     if manifest.has_ids:
         inputs = torch.stack([source[window.start : window.stop] for window in group])
     else:
-        first = group[0].start // manifest.rule.window
-        inputs = source[first : first + len(group)]
-    prefix = len(manifest.prefix_ids) if group[0].start == 0 else 0
-    if prefix:
-        inputs = torch.cat((torch.tensor([manifest.prefix_ids]), inputs), dim=1)
+        nth = group[0].start // manifest.rule.window
+        inputs = source[nth : nth + len(group)]
+    prefix, first = len(manifest.prefix_ids), group[0].start == 0
+    before = torch.tensor(manifest.prefix_ids + (manifest.lead_ids if first else ()), dtype=torch.long)
+    if len(before):
+        inputs = torch.cat((before.expand(len(group), -1), inputs), dim=1)
     encoded = {
         part: _stored(rows, manifest.parts[part].dtype, group[0])
         for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
     }
-    if prefix:
+    if prefix and first:
         writer.put_prefix({part: tensor_bytes(rows[0, :prefix]) for part, rows in encoded.items()})
-    return {part: rows[:, prefix:] for part, rows in encoded.items()}
+    return {part: rows[:, len(before) :] for part, rows in encoded.items()}
 
 
 def _stored(rows: Tensor, dtype: str, window: Window) -> Tensor:

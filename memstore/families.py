@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from memstore.errors import ConfigError, UnsupportedModelError
+from memstore.errors import AttachError, ConfigError, UnsupportedModelError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation, install, uninstall
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import PartSpec, WindowRule
@@ -41,13 +42,29 @@ def plain_linear(module: nn.Module, owner: nn.Module) -> nn.Linear:
     return module
 
 
-def checked_rule(window: int, overlap: int, context: str, limit: int | None) -> WindowRule:
-    """A window rule, or ConfigError if it does not fit a model that reads at most ``limit`` tokens at once."""
+def checked_rule(window: int, overlap: int | None, context: str, limit: int | None) -> WindowRule:
+    """A window rule, or ConfigError if it does not fit a model that reads at most ``limit`` tokens at once.
+
+    overlap: None stands for one half of the window.
+    """
+    for key, value in (("window", window), ("overlap", 0 if overlap is None else overlap)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{key}={value!r} must be a whole number of tokens.")
     if window < 1 or (limit is not None and window > limit):
         raise ConfigError(f"window={window} does not fit this model, which reads 1 to {limit or 'any'} tokens at once.")
+    overlap = window // 2 if overlap is None else overlap
     if not 0 <= overlap < window:
         raise ConfigError(f"overlap={overlap} must be at least 0 and less than the window of {window} tokens.")
     return WindowRule.model_validate({"window": window, "overlap": overlap, "context": context})
+
+
+def known_options(attachment: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if this kind of attachment has all of them, else AttachError."""
+    known = [name for name, each in signature(attachment).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise AttachError(f"{', '.join(unknown)}: no option of this kind of memory, which has {', '.join(known)}.")
+    return options
 
 
 class EncoderDecoderAdapter(ModelAdapter):
@@ -55,14 +72,17 @@ class EncoderDecoderAdapter(ModelAdapter):
 
     kind = "hidden"
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if not model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is only a part of an encoder-decoder; load the whole model, for example with "
+                "AutoModelForSeq2SeqLM."
+            )
+
     @abstractmethod
     def cross_attentions(self) -> list[CrossAttention]:
         """The decoder's cross-attention, layer by layer."""
-
-    @property
-    @abstractmethod
-    def native_window(self) -> int:
-        """Tokens the encoder was made to read at once; also the default ``top_k``."""
 
     @property
     def max_window(self) -> int | None:
@@ -80,8 +100,7 @@ class EncoderDecoderAdapter(ModelAdapter):
 
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows overlap by one half and the middle half is kept, as in Unlimiformer, section 2.1."""
-        window = self.native_window if window is None else window
-        return checked_rule(window, window // 2 if overlap is None else overlap, "both", self.max_window)
+        return checked_rule(self.native_window if window is None else window, overlap, "both", self.max_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
         return {"hidden": PartSpec.model_validate({"shape": (self.width,), "dtype": dtype})}
@@ -93,13 +112,22 @@ class EncoderDecoderAdapter(ModelAdapter):
         return dict(self.encoder.state_dict())
 
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> HiddenAttachment:
-        return HiddenAttachment(self, rows, **options)
+        return HiddenAttachment(self, rows, **known_options(HiddenAttachment, options))
 
 
 class DecoderOnlyAdapter(ModelAdapter):
     """A decoder with rotary positions: a memory holds every layer's keys, before rotation, and values."""
 
     kind = "kv"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        rope_type = getattr(self.rotary, "rope_type", "default")
+        if rope_type in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {rope_type!r} rotary positions, whose frequencies change with the length "
+                "of the text; stored keys would no longer fit."
+            )
 
     DEFAULT_WINDOW: ClassVar[int] = 1024
 
@@ -133,7 +161,7 @@ class DecoderOnlyAdapter(ModelAdapter):
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows step by one half; a token is kept from the window in which at least half lies to its left."""
         window = min(self.DEFAULT_WINDOW, self.native_window) if window is None else window
-        return checked_rule(window, window // 2 if overlap is None else overlap, "left", self.native_window)
+        return checked_rule(window, overlap, "left", self.native_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
         spec = PartSpec.model_validate({"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype})
@@ -173,8 +201,8 @@ class DecoderOnlyAdapter(ModelAdapter):
             uninstall(taps)
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """What stands before the user's words in a chat: a long document is read behind it, so that the document's own
-        first tokens do not become the attention sink."""
+        """What stands before the user's words in a chat. Every window of a long document is read behind it: so its own
+        first tokens do not become the attention sink, and what is kept was read as what a user gave."""
         return chat_frame(tokenizer).header
 
     def rope(self) -> Tensor:
@@ -184,4 +212,4 @@ class DecoderOnlyAdapter(ModelAdapter):
         return dict(self.decoder.state_dict())
 
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> KvAttachment:
-        return KvAttachment(self, rows, **options)
+        return KvAttachment(self, rows, **known_options(KvAttachment, options))

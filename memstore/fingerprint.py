@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import JsonValue
+from torch.multiprocessing.reductions import StorageWeakRef
 from xxhash import xxh3_128
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ IGNORED = frozenset(
     """.split()
 )
 
+SAMPLE = 16  # values of a tensor that are compared to see whether it has changed
 PROBE = "The quick brown fox, 1234.5 — don't! Ünïcödé 読む книга 🙂\n\t  def f(x): return x"
 
 _hashes: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], str]] = WeakKeyDictionary()
@@ -64,13 +66,24 @@ def mismatches(memory: dict[str, JsonValue], model: dict[str, JsonValue]) -> lis
 
 
 def weights_hash(adapter: ModelAdapter) -> str:
-    """Hash of the weights that produce the vectors: once per model, and again when one of them has changed."""
+    """Hash of the weights that produce the vectors: once per model, and again when one of them has changed.
+
+    A change is noticed by tensors and their versions. A write through ``.data`` or in inference mode leaves no trace
+    there; of each tensor some values are compared too, which shows weights that were merged or trained in that way.
+    """
     tensors = adapter.weights()
-    state = tuple((name, t.data_ptr(), t._version, t.dtype, t.device) for name, t in tensors.items())
+    state = tuple((name, *_state(tensor)) for name, tensor in tensors.items())
     known = _hashes.get(adapter.model)
     if known is None or known[0] != state:
         known = _hashes[adapter.model] = (state, _tensors_hash(tensors))
     return known[1]
+
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    # A weak reference, because the address of a storage that has gone may soon be that of another.
+    storage = StorageWeakRef(tensor.untyped_storage())
+    sample = tensor.reshape(-1)[:: tensor.numel() // SAMPLE + 1].tolist()
+    return storage, tensor.storage_offset(), tensor._version, tensor.shape, tensor.dtype, tensor.device, sample
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -159,6 +159,11 @@ class ModelAdapter(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
+    @property
+    @abstractmethod
+    def native_window(self) -> int:
+        """Tokens the model was made to read at once."""
+
     @abstractmethod
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """How a document is cut; None stands for this family's default. Raises ConfigError for what cannot be."""
@@ -180,8 +185,13 @@ class ModelAdapter(ABC):
         """Bind memories, one list for each batch row, or a single list for all rows."""
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokens to read before a long document and not to keep; none unless the family needs them."""
+        """Tokens to read before every window of a long document; none unless the family needs them."""
         return []
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model reads are below this; 0 if it does not read token ids."""
+        return len(cast("torch.Tensor", self.model.get_input_embeddings().weight))
 
     def rope(self) -> torch.Tensor | None:
         """The rotary frequencies in use, for the fingerprint; None for a model without rotary positions."""

@@ -58,7 +58,8 @@ class Manifest(BaseModel):
     block_tokens: int = Field(gt=0)
     parts: dict[str, PartSpec]
     rule: WindowRule
-    prefix_ids: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()  # read before every window and kept apart, as the sink
+    lead_ids: tuple[int, ...] = ()  # read between the prefix and the first window, and not kept
     batch_size: int = Field(gt=0)
     device: str
     fingerprint: dict[str, JsonValue]
@@ -75,7 +76,7 @@ class Manifest(BaseModel):
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of all parts of all tokens, the discarded prefix included."""
+        """Bytes of all parts of all tokens, the prefix included."""
         return (self.num_tokens + len(self.prefix_ids)) * sum(part.token_bytes for part in self.parts.values())
 
     def pack(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,3 +43,23 @@ def readings(step: int, row: int, layer: int, memory: Memory, token_ids: Tensor,
             start, end = passage * PASSAGE, min((passage + 1) * PASSAGE, memory.num_tokens)
             chars = (None, None) if memory.offsets is None else memory.chars(start, end)
             yield Reading(step, row, layer, memory.name, start, end, chars[0], chars[1], mass)
+
+
+class Passage(NamedTuple):
+    """A passage and its share of all attention, as a mean over steps, rows and layers, 0 to 1."""
+
+    document: str
+    start_token: int
+    end_token: int
+    share: float
+
+
+def heaviest(readings: Iterable[Reading], most: int) -> list[Passage]:
+    """The passages that held most attention while a text was generated, heaviest first."""
+    masses: dict[tuple[str, int, int], float] = defaultdict(float)
+    moments = set()
+    for reading in readings:
+        masses[reading.document, reading.start_token, reading.end_token] += reading.mass
+        moments.add((reading.step, reading.row, reading.layer))
+    ranked = sorted(masses.items(), key=lambda item: -item[1])[:most]
+    return [Passage(*place, mass / len(moments)) for place, mass in ranked]

@@ -18,6 +18,8 @@ class WhisperAdapter(BartAdapter):
     def native_window(self) -> int:
         return int(self.model.config.max_source_positions)
 
+    vocab_size = 0  # of what the encoder reads
+
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         return super().rule(window, 0 if overlap is None else overlap)
 

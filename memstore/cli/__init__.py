@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from memstore.cli import generate, index, library, plugins
+from memstore.cli import demo, generate, index, library, plugins
 from memstore.cli.common import reporting
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("remove")(reporting(library.remove))
 app.command("verify")(reporting(library.verify))
 app.command("generate")(reporting(generate.generate))
 app.command("plugins")(reporting(plugins.plugins))
+app.command("demo")(reporting(demo.demo))
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ DtypeOption = Annotated[
 
 
 def reporting(function: Callable[P, None]) -> Callable[P, None]:
-    """A which must take ``as_json``, whose MemstoreError becomes one message and exit status 1."""
+    """A command, which must take ``as_json``, whose MemstoreError becomes one message and exit status 1."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,16 +64,12 @@ def generate(
 
 
 def _passages(readings: Iterable[Reading], memories: list[Memory]) -> list[dict[str, Any]]:
-    """The passages that held most attention, as a mean over all steps and layers."""
-    masses: dict[tuple[str, int, int], float] = defaultdict(float)
-    moments = set()
-    for reading in readings:
-        masses[reading.document, reading.start_token, reading.end_token] += reading.mass
-        moments.add((reading.step, reading.row, reading.layer))
+    from memstore.provenance import heaviest  # needs torch, which no other command loads
+
     by_name = {memory.name: memory for memory in memories}
-    heaviest = sorted(masses.items(), key=lambda item: -item[1])[:MOST_PASSAGES]
     return [
-        _passage(by_name[name], start, end) | {"share": mass / len(moments)} for (name, start, end), mass in heaviest
+        _passage(by_name[passage.document], passage.start_token, passage.end_token) | {"share": passage.share}
+        for passage in heaviest(readings, MOST_PASSAGES)
     ]
 
 

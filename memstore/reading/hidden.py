@@ -25,7 +25,7 @@ from memstore.attention import (
     split_heads,
 )
 from memstore.errors import AttachError
-from memstore.hooks import AttentionFunction
+from memstore.hooks import AttentionFunction, base_attention, base_implementation
 from memstore.indexes import new_index
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
@@ -113,7 +113,10 @@ class HiddenAttachment(Attachment):
         self._no_prompt = False
 
     def empty_prompt(self, batch_size: int = 1) -> EmptyPrompt:
-        """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt: the memory alone is read."""
+        """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt: the memory alone is read.
+
+        Make new ones for each call: beam search repeats the rows of its encoder outputs in place.
+        """
         shape = (batch_size, 1, self.adapter.width)
         return EmptyPrompt(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=self.model.device))
 
@@ -138,13 +141,15 @@ class HiddenAttachment(Attachment):
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         return {
-            module: partial(self._read, attention)
+            module: partial(
+                self._read if self.layers is None or attention.layer_idx in self.layers else self._read_prompt,
+                attention,
+            )
             for module, attention in self.attentions.items()
-            if self.layers is None or attention.layer_idx in self.layers
         }
 
     def _stage(self) -> nn.Module:
-        return self.model
+        return self.model.base_model  # which runs too when the model with its head is called
 
     def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         if prompt is None:
@@ -153,13 +158,14 @@ class HiddenAttachment(Attachment):
         return dict(tokenizer(prompt, return_tensors="pt").to(self.model.device))
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if empty_cache(kwargs):
+        given = (*args, *kwargs.values())
+        if empty_cache(given):
             restart(self)
-        self._no_prompt = isinstance(kwargs.get("encoder_outputs"), EmptyPrompt)
+        self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
 
     def _after(self, output: Any) -> None:
-        """Nothing of a step is needed later."""
+        self._no_prompt = False
 
     def _read(
         self,
@@ -205,6 +211,15 @@ class HiddenAttachment(Attachment):
         if self.explain:
             self._explain(attention.layer_idx, absorbed, chosen, memory, total)
         return finish(normalise(total), query), None
+
+    def _read_prompt(
+        self, attention: CrossAttention, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function of a layer that sees only the prompt: nothing, if that is empty."""
+        self._calls += 1
+        if self._no_prompt:
+            return finish(torch.zeros_like(query), query), None
+        return base_attention(module, base_implementation(module))(module, query, *args, **kwargs)
 
     def _explain(
         self, layer: int, absorbed: Tensor, chosen: Sequence[Tensor | None], memory: Partial, total: Partial

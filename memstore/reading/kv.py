@@ -99,6 +99,12 @@ class KvAttachment(Attachment):
     def _prepare(self) -> None:
         for i, row in enumerate(self.rows):
             if self._reads_whole(row):
+                size = sum(memory.num_tokens for memory in row) + sink_of(row)[1]
+                if size >= self.adapter.native_window:
+                    raise WindowExceededError(
+                        f"Read whole, the memories need {size} positions; the model has {self.adapter.native_window}. "
+                        "Let the prompt choose from them: leave top_k out, or give budget=."
+                    )
                 everything = [Span(j, 0, memory.num_tokens) for j, memory in enumerate(row)]
                 self._whole[i] = load_excerpt(self.adapter, row, self.open_memory, everything, device_of(self.model))
 
@@ -122,8 +128,8 @@ class KvAttachment(Attachment):
             raise AttachError("One prompt in words answers for one row; give input_ids= of all rows.")
         frame = chat_frame(tokenizer)
         before = BETWEEN if sink_of(self.rows[0])[1] else frame.before
-        words = before + prompt + frame.after
-        return dict(tokenizer(words, add_special_tokens=False, return_tensors="pt").to(self.model.device))
+        inputs = tokenizer(before + prompt + frame.after, add_special_tokens=False, return_tensors="pt")
+        return dict(inputs.to(self.model.device))
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if self._scouts is not None:  # the scouting pass itself

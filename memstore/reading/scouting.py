@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memstore.memory import Memory, OpenMemory
+from memstore.reading.excerpt import sink_of
 from memstore.reading.rotary import rotate, unrotate
 from memstore.reading.selection import BLOCK
 
@@ -45,8 +46,8 @@ class Scout:
     def score(self, layer: int, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
         """Score all blocks at one layer; returns [b, blocks] and adds it to the total.
 
-        query: [b, H, T, c], rotated to positions [b, T]. A block's score is its share of a softmax over all blocks,
-        each standing for its best key; the maximum over heads and asking tokens.
+        query: [b, H, T, c], rotated to positions [b, T]. A block's score is its share of a softmax over the sink and
+        all blocks, each standing for its best key; the maximum over heads and asking tokens.
         """
         far = self._turned(query, positions)
         keys = [
@@ -54,9 +55,15 @@ class Scout:
             for memory in self.memories
             for block in self.open_memory(memory).blocks(f"keys.{layer}")
         ]
+        owner, sink = sink_of(self.memories)
+        if sink:  # where a head looks that finds nothing
+            prefix = self.open_memory(self.memories[owner]).prefix(f"keys.{layer}")
+            keys.append(prefix.to(query.device, torch.float32).permute(1, 2, 0))
         best = torch.cat(
             [
-                self._shares(chunk, keys, scaling).masked_fill(~asks[:, None, :, None], 0).amax((1, 2))[None]
+                self._shares(chunk, keys, scaling, bool(sink))
+                .masked_fill(~asks[:, None, :, None], 0)
+                .amax((1, 2))[None]
                 for chunk, asks in zip(far.split(QUERIES, dim=2), self.asks.split(QUERIES, dim=1), strict=True)
             ]
         ).amax(0)
@@ -76,13 +83,15 @@ class Scout:
         cos, sin = self.adapter.rotary(plain, torch.full_like(positions, distance))
         return rotate(plain, cos, sin)
 
-    def _shares(self, query: Tensor, keys: Sequence[Tensor], scaling: float) -> Tensor:
-        """Softmax over blocks [b, H, t, blocks] for query [b, H, t, c] and keys [G, c, n_i]."""
+    def _shares(self, query: Tensor, keys: Sequence[Tensor], scaling: float, sink: bool) -> Tensor:
+        """Shares of blocks [b, H, t, blocks] for query [b, H, t, c] and keys [G, c, n_i], of which the last may be the
+        sink's."""
         b, h, t, c = query.shape
         groups = keys[0].shape[0]
         folded = query.view(b, groups, -1, t, c).transpose(0, 1).reshape(groups, -1, c)
-        best = [_block_maxima(folded @ block) for block in keys]
-        shares = (torch.cat(best, dim=-1) * scaling).softmax(-1)
+        best = [_block_maxima(folded @ block) for block in keys[: len(keys) - sink]]
+        best += [(folded @ block).amax(-1, keepdim=True) for block in keys[len(keys) - sink :]]
+        shares = (torch.cat(best, dim=-1) * scaling).softmax(-1)[..., : -1 if sink else None]
         return shares.view(groups, b, -1, t, shares.shape[-1]).transpose(0, 1).reshape(b, h, t, -1)
 
 

@@ -1,0 +1,156 @@
+"""The documents: their examples run, their commands parse, their links resolve, their tables say what is."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import typer.main
+from transformers import BartConfig, BartForConditionalGeneration
+
+from memstore import registry
+from memstore.cli import app
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TREES = ("adapters/", "backends/", "bench/", "docs/", "memstore/", "tests/")
+GENERATED = {"docs/demo.svg", "bench/results/"}  # there once docs/picture.py, or a bench, has been run
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str]]:
+    """Fenced blocks in these languages, each with the line it starts on."""
+    text = document.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        if match[1] in languages:
+            yield text.count("\n", 0, match.start(2)), match[2]
+
+
+def prose(document: Path) -> str:
+    """The text without fenced blocks."""
+    return FENCE.sub("", document.read_text(encoding="utf-8"))
+
+
+def spans(document: Path) -> list[str]:
+    """What stands in `code spans`, outside fenced blocks."""
+    return re.findall(r"`([^`]+)`", prose(document))
+
+
+@pytest.fixture
+def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``from_pretrained`` makes tiny random models and a byte-level tokenizer, whatever the name."""
+
+    def bart(name: str, **options: Any) -> BartForConditionalGeneration:
+        torch.manual_seed(0)
+        config = BartConfig(
+            vocab_size=300,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            bos_token_id=256,
+            eos_token_id=257,
+            pad_token_id=257,
+            decoder_start_token_id=257,
+        )
+        model = BartForConditionalGeneration(config)
+        model.eval()
+        return model
+
+    made = {
+        transformers.AutoModelForCausalLM: lambda name, **options: tiny.llama(),
+        transformers.AutoModelForSeq2SeqLM: bart,
+        transformers.AutoTokenizer: lambda name, **options: tiny.tokenizer(),
+    }
+    for auto, make in made.items():
+        monkeypatch.setattr(auto, "from_pretrained", make)
+
+
+@every_document
+def test_python_examples_run(
+    document: Path, tiny_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All examples of a document, one after the other, as a reader would run them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("esther", "ruth"):
+        Path(f"{name}.txt").write_text(f"And it came to pass that {name} was a woman of that land.\n" * 30)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for line, code in blocks(document, "python"):
+        exec(compile("\n" * line + code, str(document), "exec"), namespace)
+
+
+@every_document
+def test_command_lines_parse(document: Path) -> None:
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for _, code in blocks(document, "sh", "console"):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words[:1] == ["memstore"]:
+                commands[words[1]].make_context(words[1], words[2:])
+    for span in spans(document):
+        if named := re.match(r"memstore ([a-z]+)", span):
+            assert named[1] in commands, span
+
+
+@every_document
+def test_make_targets_exist(document: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    code = "\n".join([*(block for _, block in blocks(document, "sh")), *spans(document)])
+    assert set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)) <= set(targets)
+
+
+@every_document
+def test_links_resolve(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            assert link.startswith("https://"), link
+            continue
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists() or target.relative_to(ROOT).as_posix() in GENERATED, link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", prose(target), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, link
+
+
+@every_document
+def test_paths_and_tests_that_are_named_exist(document: Path) -> None:
+    tests = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    for span in spans(document):
+        if span.startswith(TREES) and "<" not in span:
+            assert (ROOT / span).exists() or span in GENERATED, span
+        if re.fullmatch(r"test_\w+", span):
+            assert f"def {span}(" in tests, span
+
+
+@pytest.mark.parametrize("group", [registry.BACKENDS, registry.ADAPTERS])
+def test_the_readme_lists_every_plugin(group: str) -> None:
+    rows = {row[0]: row[1] for row in re.findall(r"^\| `(\w+)` \|(.*)$", prose(ROOT / "README.md"), re.MULTILINE)}
+    for plugin in registry.plugins(group):
+        if plugin.distribution == "memstore-attention":
+            known = getattr(registry.load(group, plugin.name), "model_types", ())
+            assert {f"`{model_type}`" for model_type in known} <= set(re.findall(r"`\w+`", rows.pop(plugin.name)))
+
+
+def test_the_page_of_errors_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "errors.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["render"](), "run docs/errors.py"
+
+
+def test_a_picture_shows_what_a_command_prints() -> None:
+    picture = runpy.run_path(str(ROOT / "docs" / "picture.py"))["draw"](["plugins"])
+    assert picture.startswith("<svg") and "memstore_backends.exact:ExactIndex" in picture
+    assert "url(http" not in picture and 'url("http' not in picture  # it loads nothing

@@ -1,0 +1,136 @@
+"""An interrupted encoding goes on where it stopped, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+import memstore
+from memstore import encode
+from memstore.families import DecoderOnlyAdapter
+from tests import tiny
+from tests.models import build, tokens
+from tests.store import making
+
+LINE = "In the beginning was the Word, and the Word was with God.\n"
+KILLED = """
+import os, signal, sys
+import memstore
+from memstore import encode
+from tests import test_resuming
+encode.BLOCK_BYTES = 1
+def progress(done, total):
+    if done >= int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+with memstore.open(sys.argv[1]) as library:
+    test_resuming.read(library, sys.argv[2], progress=progress)
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def library(tmp_path):
+    with memstore.open(tmp_path / "library") as store:
+        yield store
+
+
+def read(store, kind, **keywords):
+    """A document of 1,500 tokens in blocks of 256: encoder states, keys and values, or these behind a prefix."""
+    if kind == "hidden":
+        return store.encode(build("bart"), input_ids=tokens(1500), name="doc", **keywords)
+    if kind == "kv":
+        return store.encode(tiny.llama(), input_ids=tokens(1500), name="doc", window=64, **keywords)
+    return store.encode(tiny.llama(), tiny.tokenizer(), (LINE * 26)[:1500], name="doc", window=64, **keywords)
+
+
+def contents(memory):
+    """Every value of a memory, byte for byte."""
+    with memory.open("open") as opened:
+        return {key: opened.value(key).tobytes() for key in opened.keys}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    made = {}
+    with pytest.MonkeyPatch.context() as patch, memstore.open(tmp_path_factory.mktemp("whole") / "library") as store:
+        patch.setattr(encode, "BLOCK_BYTES", 1)
+        for kind in ("hidden", "kv", "prefix"):
+            memory = read(store, kind)
+            made[kind] = (memory.manifest.digest, contents(memory))
+            del store["doc"]
+    return made
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["hidden", "kv", "prefix"])
+def test_an_interrupted_encoding_resumes_to_the_same_bytes(library, monkeypatch, uninterrupted, kind, error):
+    monkeypatch.setattr(encode, "BLOCK_BYTES", 1)
+    digest, values = uninterrupted[kind]
+    for stop in (0, 256, 768, 1500):  # four times, and each goes on from where the one before stopped
+        calls = []
+
+        def progress(done, total, stop=stop, calls=calls):
+            calls.append(done)
+            if done >= stop:
+                raise error
+
+        with pytest.raises(error):
+            read(library, kind, progress=progress)
+        assert library.names() == [] and calls == sorted(calls)
+    calls = []
+    memory = read(library, kind, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1500, 1500)]
+    assert memory.manifest.digest == digest and contents(memory) == values
+
+
+def test_a_killed_encoding_resumes_to_the_same_bytes(library, monkeypatch, uninterrupted):
+    process = making.child(KILLED, library.path, "prefix", 768)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL and library.names() == []
+    monkeypatch.setattr(encode, "BLOCK_BYTES", 1)
+    calls = []
+    memory = read(library, "prefix", progress=lambda done, total: calls.append(done))
+    assert calls[0] == 768 and calls[-1] == 1500
+    assert (memory.manifest.digest, contents(memory)) == uninterrupted["prefix"]
+
+
+def test_a_resumed_encoding_reads_the_same_windows_together(library, monkeypatch):
+    monkeypatch.setattr(encode, "BLOCK_BYTES", 1)
+    batches, encode_windows = [], DecoderOnlyAdapter.encode
+    monkeypatch.setattr(
+        DecoderOnlyAdapter, "encode", lambda self, ids: batches.append(ids.tolist()) or encode_windows(self, ids)
+    )
+
+    def stop(done, total):
+        if done == 512:
+            raise KeyboardInterrupt
+
+    read(library, "prefix")
+    whole = batches[:]
+    del library["doc"], batches[:]
+    with pytest.raises(KeyboardInterrupt):
+        read(library, "prefix", progress=stop)
+    assert batches == whole[: len(batches)]
+    batches.clear()
+    read(library, "prefix")
+    assert batches == whole[-len(batches) :] and 0 < len(batches) < len(whole)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama", "qwen3"])
+def test_the_batch_size_changes_no_bit(library, family):
+    """Measured, not promised: where it fails, memories of another batch size are still right to rounding."""
+    model = build(family)
+    digests = {
+        library.encode(model, input_ids=tokens(300), name=str(size), window=32, batch_size=size).manifest.digest
+        for size in (1, 3, 8)
+    }
+    assert len(digests) == 1
