@@ -115,8 +115,9 @@ class ReadingProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.bar.stop()
-        if kind is None and self._summary and not err.is_terminal:
+        if err.is_terminal:
+            self.bar.stop()
+        elif kind is None and self._summary:
             err.print(f"{self._name}: {self._summary}", soft_wrap=True)
 
     def __call__(self, done_tokens: int, total_tokens: int) -> None:
