@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from memstore.families import DecoderOnlyAdapter
 
-BUDGET = 512  # tokens chosen for a prompt; more blocks bring distractors
+BUDGET = 512  # tokens chosen for a prompt by default; more blocks bring distractors
 WIDTH = 4  # blocks of a span; contiguous text reads better than scattered blocks
 
 
@@ -55,8 +55,8 @@ class KvAttachment(Attachment):
     """Keys and values attached to every self-attention layer.
 
     top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
-    budget: tokens chosen for each prompt, by default 512. layers: the layers that read, None for all. explain: keep
-    what was read for ``provenance()``.
+    budget: tokens chosen for each prompt, by default 512, or a quarter of a small native window. layers: the layers
+    that read, None for all. explain: keep what was read for ``provenance()``.
     """
 
     adapter: DecoderOnlyAdapter
@@ -80,7 +80,8 @@ class KvAttachment(Attachment):
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < BLOCK):
             raise AttachError(f"budget={budget!r} must be a whole number of at least {BLOCK} tokens, a block's size.")
         self.layers = checked_layers(layers, len(adapter.self_attentions))
-        self.blocks = (BUDGET if budget is None else budget) // BLOCK
+        default = min(BUDGET, adapter.native_window // 4)
+        self.blocks = max(1, (default if budget is None else budget) // BLOCK)
         self.everything = top_k == "all"
         self._whole: dict[int, Excerpt] = {}
         self._contexts: WeakKeyDictionary[Any, Context] = WeakKeyDictionary()

@@ -1,0 +1,52 @@
+"""The demo's two processes, with a tiny model in place of the real one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import memstore
+from memstore import assets, demo
+from memstore.errors import AssetError
+from tests import tiny
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two short books and a tiny model."""
+    model = tiny.save(tmp_path / "model")
+    monkeypatch.setattr(assets, "smollm2", lambda: model)
+    monkeypatch.setattr(demo, "BOOKS", ("Obadiah", "Jonah"))
+    return tmp_path / "library"
+
+
+def test_one_process_reads_and_another_answers(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    demo.main("read", str(small))
+    demo.main("read", str(small))
+    assert "read in an earlier run" in capfd.readouterr().out
+    with memstore.open(small, mode="r") as store:
+        assert store.names() == ["Jonah", "Obadiah"]
+    demo.main("answer", str(small), "--json")
+    results = json.loads(capfd.readouterr().out)
+    assert [result["question"] for result in results] == [question.text for question in demo.QUESTIONS]
+    for result in results:
+        assert len(result["read"]) == demo.MOST_PASSAGES
+        for passage in result["read"]:
+            assert 0 < passage["share"] < 1
+            assert passage["verses"].split()[0] in ("Obadiah", "Jonah")
+            assert passage["text"] in assets.book_text(passage["verses"].split()[0])[0]
+    demo.main("answer", str(small))
+    shown = capfd.readouterr().out
+    assert all(question.text in shown for question in demo.QUESTIONS) and results[0]["read"][0]["verses"] in shown
+
+
+def test_a_process_that_fails_ends_the_demo(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small.write_text("in the way")
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(AssetError, match=r"memstore\.demo read"):
+        demo.run(small, as_json=False)

@@ -1,0 +1,23 @@
+"""The demo's questions on two of its books: right with the memory and wrong without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memstore import demo
+
+pytestmark = pytest.mark.real
+
+
+def test_the_model_is_right_with_the_memory_and_wrong_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "BOOKS", ("Ruth", "Jonah"))
+    monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:2])
+    demo.main("read", str(tmp_path / "library"))
+    results = list(demo.answers(tmp_path / "library"))
+    assert len(results) == 2
+    for result, book in zip(results, ("Ruth", "Jonah"), strict=True):
+        assert result["in_the_text"] in result["with_memory"]
+        assert result["in_the_text"] not in result["without_memory"]
+        assert any(passage["verses"].startswith(book) for passage in result["read"])
