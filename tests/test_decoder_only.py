@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 import memstore
 from memstore.attachment import find_cache
 from memstore.errors import AttachError, WindowExceededError
+from tests import tiny
 from tests.models import DECODERS, build, tokens
 
 EXACT = 1e-3
@@ -134,3 +135,24 @@ def test_the_native_window_is_never_exceeded_in_silence(model, store):
         plain_logits(model, tokens(12, rows=1))
         with pytest.raises(WindowExceededError, match="513 positions"):
             plain_logits(model, tokens(13, rows=1))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("top_k", ["all", None])
+def test_padded_chats_read_like_each_alone(store, top_k, cache):
+    """The template's header is hidden in every row, wherever it begins, and padding asks nothing while scouting."""
+    llama, tokenizer = tiny.llama(), tiny.tokenizer()
+    memory = store.encode(llama, tokenizer, "In the beginning was the word. " * 60, name="doc", window=512)
+    assert memory.manifest.prefix_ids
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
+        for question in ("Who was it?", "What was there in the beginning?")
+    ]
+    longest = max(map(len, chats))
+    ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(chat)) + chat for chat in chats])
+    mask = torch.tensor([[0] * (longest - len(chat)) + [1] * len(chat) for chat in chats])
+    settings = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with memstore.attach(llama, memory, top_k=top_k):
+        alone = [llama.generate(input_ids=torch.tensor([chat]), **settings).logits[0] for chat in chats]
+        padded = llama.generate(input_ids=ids, attention_mask=mask, cache_implementation=cache, **settings).logits[0]
+    assert (padded - torch.cat(alone)).abs().max() < 1e-5

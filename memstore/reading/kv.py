@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -175,7 +175,7 @@ class KvAttachment(Attachment):
             for i in wanting
         ]
         if scouts:
-            self._scout(kwargs, own, scouts)
+            self._scout(kwargs, own, padding, scouts)
         excerpts = [(groups[i][1], excerpt) for i, excerpt in self._whole.items()]
         for rows, scout in scouts:
             for row, scores in zip(range(rows.start, rows.stop), scout.mean(), strict=True):
@@ -187,11 +187,9 @@ class KvAttachment(Attachment):
         spans = choose_spans(scores, lengths, self.blocks, min(WIDTH, self.blocks))
         return load_excerpt(self.adapter, memories, self.open_memory, spans, scores.device)
 
-    def _scout(self, kwargs: dict[str, Any], own: Tensor, scouts: list[tuple[slice, Scout]]) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-            raise AttachError("Scouting needs a 2-dimensional attention mask; a static cache is not supported with it.")
-        inputs = {key: kwargs[key] for key in ("input_ids", "inputs_embeds", "attention_mask") if key in kwargs}
+    def _scout(self, kwargs: dict[str, Any], own: Tensor, padding: Tensor, scouts: list[tuple[slice, Scout]]) -> None:
+        inputs = {key: kwargs[key] for key in ("input_ids", "inputs_embeds") if key in kwargs}
+        inputs["attention_mask"] = (~padding).long()
         sink = max(sink_of(scout.memories)[1] for _, scout in scouts)
         self._positions = own + sink + self.blocks * BLOCK
         self._scouts = scouts
@@ -295,11 +293,21 @@ def _own_positions(kwargs: dict[str, Any], past: int) -> Tensor:
 
 
 def _padding(kwargs: dict[str, Any], own: Tensor) -> Tensor:
-    """[B, T] boolean: where the prompt is padding."""
+    """[B, T] boolean: where the prompt is padding.
+
+    With a static cache the mask is 4-dimensional, or one such for each kind of layer: a token that does not see itself
+    is padding.
+    """
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return mask[:, -own.shape[1] :] == 0
-    return torch.zeros_like(own, dtype=torch.bool)
+    if isinstance(mask, dict):
+        mask = next(iter(mask.values()))
+    if mask is None:
+        return torch.zeros_like(own, dtype=torch.bool)
+    if mask.dim() == 2:
+        return cast(Tensor, mask[:, -own.shape[1] :] == 0)
+    itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)[:, : own.shape[1]]
+    hidden = ~itself if itself.dtype == torch.bool else itself <= torch.finfo(itself.dtype).min / 2
+    return hidden.expand(own.shape)
 
 
 def _leading(ids: Tensor, padding: Tensor, header: Sequence[int]) -> Tensor:
