@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memstore.interfaces import ModelAdapter
 
 TopK = int | Literal["all"] | None
+INPUTS = ("input_ids", "inputs", "input_features", "inputs_embeds")  # of which generate takes one
 
 
 def attach(
@@ -128,6 +129,8 @@ class Attachment(ABC):
             for memory in (memory for row in self.rows for memory in row):
                 if id(memory) not in self._opened:
                     self._opened[id(memory)] = stack.enter_context(memory.open())
+                    if self.explain:
+                        _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
             stack.callback(self._opened.clear)
             stack.callback(self._release)
             self._prepare()
@@ -165,7 +168,8 @@ class Attachment(ABC):
         one). With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns; an encoder-decoder
         may be given no input at all. Further keywords go to ``model.generate``.
 
-        Raises FingerprintMismatchError for another tokenizer than the one a memory was written with.
+        Raises FingerprintMismatchError for another tokenizer than the one a memory was written with, AttachError for
+        inputs that cannot be shared out among the rows.
         """
         if not self._opened:
             raise AttachError("Nothing is attached yet: write `with memstore.attach(…) as attached:` around the use.")
@@ -173,9 +177,13 @@ class Attachment(ABC):
             self._check_tokenizer(tokenizer)
         if prompt is not None and tokenizer is None:
             raise AttachError("A prompt in words needs tokenizer=; or give input_ids=.")
-        given = any(kwargs.get(key) is not None for key in ("input_ids", "inputs", "input_features", "inputs_embeds"))
+        given = [kwargs[key] for key in INPUTS if kwargs.get(key) is not None]
         if prompt is not None and given:
             raise AttachError("Give either a prompt in words or tensors, not both.")
+        if tokenizer is not None and not given and len(self.rows) > 1:
+            raise AttachError("An answer in words is that of one row; give tensors for all rows, and no tokenizer.")
+        for tensor in given:  # before beams are made of rows: then a row's beams could be taken for further rows
+            self._groups(len(tensor))
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
         self._readings.clear()
         output = cast(Any, self.model).generate(**inputs)

@@ -19,6 +19,7 @@ from memstore.errors import (
     StoreError,
     StoreInUseError,
 )
+from tests import tiny
 from tests.models import build, tokens
 from tests.store import making
 
@@ -212,6 +213,30 @@ def test_rows_that_do_not_divide_the_batch_are_refused(library, model):
         with pytest.raises(AttachError, match="a batch of 3 cannot be shared out"):
             run(model, rows=3)
         run(model, rows=2)
+
+
+def test_beams_of_one_row_are_not_taken_for_further_rows(library, model):
+    rows = [[read(library, model, name)] for name in ("a", "b")]
+    settings: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 3, "do_sample": False}
+    with memstore.attach(model, rows=rows) as attached:
+        assert len(attached.generate(input_ids=tokens(9, seed=1, rows=2), **settings)) == 2
+        for use in (
+            lambda: attached.generate(input_ids=tokens(9, seed=1, rows=1), **settings),
+            *([attached.empty_prompt] if model.config.is_encoder_decoder else []),
+        ):
+            with pytest.raises(AttachError, match="a batch of 1 cannot be shared out"):
+                use()
+        with pytest.raises(AttachError, match="that of one row"):
+            attached.generate(tokenizer=tiny.tokenizer(), **settings)
+
+
+def test_a_memory_that_is_removed_while_attached_still_explains(library):
+    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    memory = library.encode(model, tokenizer, "In the beginning was the word.", name="doc")
+    with memstore.attach(model, memory, explain=True) as attached:
+        del library["doc"]
+        attached.generate("Who?", tokenizer=tokenizer, max_new_tokens=2)
+        assert attached.provenance()[0].end_char == 30
 
 
 def test_memories_that_are_gone(library, model):

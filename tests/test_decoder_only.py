@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 import memstore
 from memstore.attachment import find_cache
 from memstore.errors import AttachError, WindowExceededError
+from memstore.reading.chat import chat_frame
 from tests import tiny
 from tests.models import DECODERS, build, tokens
 
@@ -144,8 +145,9 @@ def test_padded_chats_read_like_each_alone(store, top_k, cache):
     llama, tokenizer = tiny.llama(), tiny.tokenizer()
     memory = store.encode(llama, tokenizer, "In the beginning was the word. " * 60, name="doc", window=512)
     assert memory.manifest.prefix_ids
+    frame = chat_frame(tokenizer)
     chats = [
-        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
+        frame.header + tokenizer(question + frame.after, add_special_tokens=False)["input_ids"]
         for question in ("Who was it?", "What was there in the beginning?")
     ]
     longest = max(map(len, chats))

@@ -114,8 +114,10 @@ class HiddenAttachment(Attachment):
     def empty_prompt(self, batch_size: int = 1) -> EmptyPrompt:
         """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt: the memory alone is read.
 
-        Make new ones for each call: beam search repeats the rows of its encoder outputs in place.
+        Make new ones for each call: beam search repeats the rows of its encoder outputs in place. Raises AttachError
+        for a batch that cannot be shared out among the rows of memories.
         """
+        self._groups(batch_size)
         shape = (batch_size, 1, self.adapter.width)
         return EmptyPrompt(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=self.model.device))
 

@@ -122,8 +122,6 @@ class KvAttachment(Attachment):
         """The words after the memory. With a sink, the memory has the template's header before it already."""
         if prompt is None or tokenizer is None:
             raise AttachError("A decoder-only model needs a prompt: words and tokenizer=, or input_ids=.")
-        if len(self.rows) > 1:
-            raise AttachError("One prompt in words answers for one row; give input_ids= of all rows.")
         frame = chat_frame(tokenizer)
         before = BETWEEN if sink_of(self.rows[0])[1] else frame.before
         inputs = tokenizer(before + prompt + frame.after, add_special_tokens=False, return_tensors="pt")
@@ -188,7 +186,7 @@ class KvAttachment(Attachment):
         return load_excerpt(self.adapter, memories, self.open_memory, spans, scores.device)
 
     def _scout(self, kwargs: dict[str, Any], own: Tensor, padding: Tensor, scouts: list[tuple[slice, Scout]]) -> None:
-        inputs = {key: kwargs[key] for key in ("input_ids", "inputs_embeds") if key in kwargs}
+        inputs: dict[str, Any] = {key: kwargs[key] for key in ("input_ids", "inputs_embeds") if key in kwargs}
         inputs["attention_mask"] = (~padding).long()
         sink = max(sink_of(scout.memories)[1] for _, scout in scouts)
         self._positions = own + sink + self.blocks * BLOCK
@@ -307,7 +305,7 @@ def _padding(kwargs: dict[str, Any], own: Tensor) -> Tensor:
         return cast(Tensor, mask[:, -own.shape[1] :] == 0)
     itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)[:, : own.shape[1]]
     hidden = ~itself if itself.dtype == torch.bool else itself <= torch.finfo(itself.dtype).min / 2
-    return hidden.expand(own.shape)
+    return cast(Tensor, hidden.expand(own.shape))
 
 
 def _leading(ids: Tensor, padding: Tensor, header: Sequence[int]) -> Tensor:
