@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, cast
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 import memstore
 from memstore import assets
-from memstore.cli.common import load_model, size
+from memstore.cli.common import complain, load_model, size
 from memstore.cli.index import ReadingProgress
-from memstore.errors import AssetError
+from memstore.errors import AssetError, MemstoreError
 
 BOOKS = ("Ruth", "Esther", "Jonah", "Daniel")
 NEW_TOKENS = 32
@@ -108,13 +109,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    table.add_row("without memory", result["without_memory"].strip())
-    table.add_row("with memory", f"[bold green]{result['with_memory']}[/]")
+    table.add_row("without memory", Text(result["without_memory"].strip()))  # a model may well write "[/]"
+    table.add_row("with memory", Text(result["with_memory"], "bold green"))
     table.add_row("in the text", result["in_the_text"])
     for passage in result["read"]:
         excerpt = " ".join(passage["text"].split())
         where = f"{passage['share']:6.1%} {passage['verses']}"
-        table.add_row("read", f"[cyan]{where}[/] [dim]{excerpt[:120]}…[/]")
+        table.add_row("read", Text.assemble((where, "cyan"), " ", (f"{excerpt[:120]}…", "dim")))
     console.print(Panel(table, title=f"[bold]{result['question']}[/]", title_align="left"))
 
 
@@ -136,4 +137,8 @@ def main(step: str, folder: str, *flags: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except MemstoreError as error:
+        complain(str(error))
+        sys.exit(1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import memstore
 from memstore import assets, demo
@@ -43,10 +44,28 @@ def test_one_process_reads_and_another_answers(small: Path, capfd: pytest.Captur
     assert all(question.text in shown for question in demo.QUESTIONS) and results[0]["read"][0]["verses"] in shown
 
 
-def test_a_process_that_fails_ends_the_demo(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_process_that_fails_ends_the_demo_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    small.write_text("in the way")
-    monkeypatch.setattr(sys, "executable", "false")
+    (tmp_path / "cache").write_text("in the way")
+    monkeypatch.setenv("MEMSTORE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(AssetError, match=r"memstore\.demo read"):
-        demo.run(small, as_json=False)
+        demo.run(tmp_path / "library", as_json=False)
+    message = capfd.readouterr().err
+    assert "Set MEMSTORE_CACHE" in message or "set MEMSTORE_CACHE" in message
+    assert "Traceback" not in message
+
+
+def test_what_a_model_writes_is_shown_as_it_is() -> None:
+    console = Console(record=True, width=80, file=io.StringIO())
+    passage = {"share": 0.5, "verses": "Jonah 1:1", "text": "the [bold] word"}
+    result = {
+        "question": "Who?",
+        "without_memory": "[/] none",
+        "with_memory": "[red]",
+        "in_the_text": "Jonah",
+        "read": [passage],
+    }
+    demo.show(result, console)
+    shown = console.export_text()
+    assert all(text in shown for text in ("[/] none", "[red]", "the [bold] word"))
