@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import memstore
+from memstore.registry import adapter_for
 from memstore.windows import plan
 from tests.models import ENCODER_DECODERS, build, decoder_depth, tokens
 
@@ -108,17 +112,36 @@ def test_rows_with_their_own_memories(model, store):
     assert (together - torch.cat(alone)).abs().max() < EXACT
 
 
-def test_top_k_reads_the_best_rows_of_each_head(model, store):
-    """Against attention over states of which each head sees only its own best: masked plain attention."""
-    memory = store.encode(model, input_ids=tokens(60), name="doc")
-    answer = tokens(7, seed=1, rows=1)
-    with memstore.attach(model, memory, top_k="all") as attached:
-        everything = logits(model, attached.empty_prompt(), answer)
-    errors = []
-    for k in (2, 30, 59):
-        with memstore.attach(model, memory, top_k=k) as attached:
-            errors.append((logits(model, attached.empty_prompt(), answer) - everything).abs().max().item())
-    assert errors[0] > errors[1] > errors[2] > 0
+def keep_best(model, k):
+    """Let every cross-attention of the plain model see only the k best keys of each head and query."""
+    crossing = {attention.module for attention in adapter_for(model)(model).cross_attentions()}
+
+    def attention(module, query, key, value, mask, scaling=None, **rest):
+        if module not in crossing:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=scaling, **rest)
+        scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        least = scores.topk(k).values[..., -1:]
+        weights = scores.masked_fill(scores < least, -torch.inf).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("best", attention)
+    AttentionMaskInterface.register("best", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("best")
+
+
+@pytest.mark.parametrize("k", [1, 7, 59])
+def test_top_k_reads_the_best_rows_of_each_head(model, store, k):
+    document, answer = tokens(60), tokens(7, seed=1, rows=1)
+    model.set_attn_implementation("sdpa")
+    memory = store.encode(model, input_ids=document, name="doc")
+    with memstore.attach(model, memory, top_k=k) as attached:
+        read = logits(model, attached.empty_prompt(), answer)
+    plain = BaseModelOutput(last_hidden_state=states(model, document))
+    assert (read - logits(model, plain, answer)).abs().max() > EXACT
+    keep_best(model, k)
+    expected = logits(model, plain, answer)
+    model.set_attn_implementation("sdpa")
+    assert (read - expected).abs().max() < EXACT
 
 
 def test_half_precision_memory_stays_close(model, store):
