@@ -22,7 +22,9 @@ import memstore
 from memstore import assets
 from memstore.cli.common import complain, load_model, size
 from memstore.cli.index import ReadingProgress
-from memstore.errors import AssetError, MemstoreError
+from memstore.errors import AssetError, MemoryExistsError, MemstoreError
+from memstore.memory import Memory
+from memstore.store import MemoryStore
 
 BOOKS = ("Ruth", "Esther", "Jonah", "Daniel")
 NEW_TOKENS = 32
@@ -38,6 +40,7 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("What was the name of Naomi's husband?", "Elimelech"),
+    Question("What did Boaz tell Ruth to dip her morsel in?", "vinegar"),
     Question("To which city was Jonah told to go?", "Nineveh"),
     Question("What did the king hold out to Esther?", "sceptre"),
     Question("How many times hotter was the furnace heated?", "seven"),
@@ -45,9 +48,14 @@ QUESTIONS = (
 )
 
 
+def default_store() -> Path:
+    """The demo's own store, which it may overwrite."""
+    return assets.cache_dir() / "demo"
+
+
 def run(store: Path | None, as_json: bool) -> None:
     """Both processes, one after the other. Raises AssetError if one of them fails."""
-    folder = assets.cache_dir() / "demo" if store is None else store
+    folder = default_store() if store is None else store
     for step in ("read", "answer"):
         command = [sys.executable, "-m", "memstore.demo", step, str(folder), *(["--json"] if as_json else [])]
         if subprocess.run(command).returncode:
@@ -62,13 +70,22 @@ def read(store: Path, console: Console) -> None:
     with memstore.open(store) as library:
         for book in BOOKS:
             known = book in library
-            with ReadingProgress(book) as progress:
-                memory = library.encode(
-                    model, tokenizer, assets.book_text(book)[0], name=book, dtype="float16", progress=progress
-                )
+            memory = _read_book(library, model, tokenizer, book)
             note = ", read in an earlier run" if known else ""
             console.print(f"  {book}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}{note}")
     console.print("[bold]Process 1[/] ends.\n")
+
+
+def _read_book(library: MemoryStore, model: Any, tokenizer: Any, book: str) -> Memory:
+    text = assets.book_text(book)[0]
+    with ReadingProgress(book) as progress:
+        try:
+            return library.encode(model, tokenizer, text, name=book, dtype="float16", progress=progress)
+        except MemoryExistsError:  # an earlier version of memstore read it in another way
+            if library.path != default_store().resolve():
+                raise
+            del library[book]
+            return library.encode(model, tokenizer, text, name=book, dtype="float16", progress=progress)
 
 
 def answers(store: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import memstore
-from memstore import encode, fingerprint
+from memstore import describe, fingerprint
 from memstore.errors import FingerprintMismatchError, FingerprintWarning
 from memstore.registry import adapter_for
 from tests import tiny
@@ -292,7 +292,7 @@ def test_weights_are_hashed_once_for_each_model(library, monkeypatch):
 
 
 def test_a_memory_that_was_resumed_is_accepted(library, monkeypatch):
-    monkeypatch.setattr(encode, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(describe, "BLOCK_BYTES", 1)
     model = build("llama")
 
     def stop(done, total):

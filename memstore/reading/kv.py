@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from memstore.memory import Memory
 from memstore.provenance import readings
 from memstore.reading.chat import BETWEEN, chat_frame
 from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
+from memstore.reading.masks import equal_prompts, leading, own_mask, own_positions, padding_mask
 from memstore.reading.scouting import Scout
 from memstore.reading.selection import BLOCK, Span, choose_spans, num_blocks
 
@@ -83,6 +84,12 @@ class KvAttachment(Attachment):
         default = min(BUDGET, adapter.native_window // 4)
         self.blocks = max(1, (default if budget is None else budget) // BLOCK)
         self.everything = top_k == "all"
+        for memory in (memory for row in rows for memory in row):
+            if memory.manifest.block_tokens % BLOCK:
+                raise AttachError(
+                    f"Memory {memory.name!r} is stored in blocks of {memory.manifest.block_tokens} tokens, which is no "
+                    f"multiple of {BLOCK}. Encode the document with store.encode, which sees to that."
+                )
         self._whole: dict[int, Excerpt] = {}
         self._contexts: WeakKeyDictionary[Any, Context] = WeakKeyDictionary()
         self._scouts: list[tuple[slice, Scout]] | None = None
@@ -134,7 +141,7 @@ class KvAttachment(Attachment):
             raise AttachError("Call the model with keyword arguments while memories are attached.")
         cache = find_cache(kwargs.values())
         past = 0 if cache is None else int(cache.get_seq_length())
-        own = _own_positions(kwargs, past)
+        own = own_positions(kwargs, past)
         if past == 0:
             self._context = self._begin(kwargs, own)
             restart(self)
@@ -160,13 +167,13 @@ class KvAttachment(Attachment):
     def _begin(self, kwargs: dict[str, Any], own: Tensor) -> Context:
         """Choose what each row of a new prompt reads."""
         groups = self._groups(len(own))
-        padding = _padding(kwargs, own)
+        padding = padding_mask(kwargs, own)
         repeated = torch.zeros_like(padding)
         for memories, rows in groups:
             owner, length = sink_of(memories)
             if length and kwargs.get("input_ids") is not None:
                 header = memories[owner].manifest.prefix_ids
-                repeated[rows] = _leading(kwargs["input_ids"][rows], padding[rows], header)
+                repeated[rows] = leading(kwargs["input_ids"][rows], padding[rows], header)
         wanting = [i for i in range(len(groups)) if i not in self._whole]
         scouts = [
             (groups[i][1], Scout(self.adapter, groups[i][0], self.open_memory, ~(padding | repeated)[groups[i][1]]))
@@ -176,8 +183,11 @@ class KvAttachment(Attachment):
             self._scout(kwargs, own, padding, scouts)
         excerpts = [(groups[i][1], excerpt) for i, excerpt in self._whole.items()]
         for rows, scout in scouts:
-            for row, scores in zip(range(rows.start, rows.stop), scout.mean(), strict=True):
-                excerpts.append((slice(row, row + 1), self._excerpt(scout.memories, scores)))
+            scores = scout.mean()
+            excerpts += [
+                (same, self._excerpt(scout.memories, scores[same.start - rows.start]))
+                for same in equal_prompts(kwargs, padding, rows)
+            ]
         return Context(sorted(excerpts, key=lambda each: each[0].start), repeated)
 
     def _excerpt(self, memories: Sequence[Memory], scores: Tensor) -> Excerpt:
@@ -213,7 +223,7 @@ class KvAttachment(Attachment):
         """The attention function of a hooked layer."""
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        local_mask, n = _local_mask(mask, query, key.shape[2])
+        local_mask, n = own_mask(mask, query, key.shape[2])
         if self._scouts is None:
             local_mask = self._hide_repeated(local_mask, n)
         local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling)
@@ -276,52 +286,3 @@ class KvAttachment(Attachment):
                     memory = excerpt.memories[span.memory]
                     self._readings.extend(readings(self._step, row, layer, memory, ids, weights[at : at + size]))
                     at += size
-
-
-def _own_positions(kwargs: dict[str, Any], past: int) -> Tensor:
-    """[B, T]: the positions that the model's own tokens would have without a memory; padding takes none."""
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    b, t = tokens.shape[:2]
-    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if given is not None:
-        return torch.as_tensor(given).expand(b, t)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return (mask.cumsum(-1) - 1).clamp_min(0)[:, -t:]
-    return torch.arange(past, past + t, device=tokens.device).expand(b, t)
-
-
-def _padding(kwargs: dict[str, Any], own: Tensor) -> Tensor:
-    """[B, T] boolean: where the prompt is padding.
-
-    With a static cache the mask is 4-dimensional, or one such for each kind of layer: a token that does not see itself
-    is padding.
-    """
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):
-        mask = next(iter(mask.values()))
-    if mask is None:
-        return torch.zeros_like(own, dtype=torch.bool)
-    if mask.dim() == 2:
-        return cast(Tensor, mask[:, -own.shape[1] :] == 0)
-    itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)[:, : own.shape[1]]
-    hidden = ~itself if itself.dtype == torch.bool else itself <= torch.finfo(itself.dtype).min / 2
-    return cast(Tensor, hidden.expand(own.shape))
-
-
-def _leading(ids: Tensor, padding: Tensor, header: Sequence[int]) -> Tensor:
-    """[b, T] boolean: the tokens of ``header`` in the rows that begin with it, after their padding."""
-    place = (~padding).cumsum(1) - 1
-    inside = ~padding & (place < len(header))
-    expected = torch.tensor(header, device=ids.device)[place.clamp(0, len(header) - 1)]
-    begins = (inside & (ids == expected)).sum(1, keepdim=True) == len(header)
-    return inside & begins
-
-
-def _local_mask(mask: Tensor | None, query: Tensor, n: int) -> tuple[Tensor | None, int]:
-    """The mask over the model's own tokens and how many keys it speaks of. None means causal, or all for one query."""
-    if mask is not None:
-        return mask[..., :n], min(n, mask.shape[-1])
-    t = query.shape[2]
-    if t == 1:
-        return None, n
-    return torch.ones(t, t, dtype=torch.bool, device=query.device).tril()[None, None], t

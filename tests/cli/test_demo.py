@@ -11,7 +11,7 @@ from rich.console import Console
 
 import memstore
 from memstore import assets, demo
-from memstore.errors import AssetError
+from memstore.errors import AssetError, MemoryExistsError
 from tests import tiny
 
 
@@ -69,3 +69,16 @@ def test_what_a_model_writes_is_shown_as_it_is() -> None:
     demo.show(result, console)
     shown = console.export_text()
     assert all(text in shown for text in ("[/] none", "[red]", "the [bold] word"))
+
+
+def test_what_an_earlier_version_read_is_read_anew_in_the_demos_own_store_alone(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.main("read", str(small))
+    monkeypatch.setattr("memstore.families.DecoderOnlyAdapter.DEFAULT_WINDOW", 512)
+    with pytest.raises(MemoryExistsError, match="differs in rule"):
+        demo.main("read", str(small))
+    monkeypatch.setattr(demo, "default_store", lambda: small)
+    demo.main("read", str(small))
+    with memstore.open(small, mode="r") as store:
+        assert {memory.manifest.rule.window for memory in store.memories()} == {512}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperForConditionalGeneration
@@ -9,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import memstore
 from memstore import assets
+from memstore.store import MemoryStore
 from tests.real.whisper import whisper_tiny_en
 
 pytestmark = pytest.mark.real
@@ -78,3 +81,21 @@ def test_smollm2_reads_a_short_document_exactly(smollm2, store):
             answer = attached.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[:, prompt.shape[1] :]
     assert (read - expected).abs().max() < 1e-3
     assert torch.equal(answer, written)
+
+
+def test_smollm2_reads_for_prompts_of_unequal_length(smollm2: Any, store: MemoryStore) -> None:
+    """Left-padded rows answer as each would alone, and as the plain model does on document and prompt."""
+    model, tokenizer = smollm2
+    document = assets.book_text("Jonah")[0][:1200]
+    memory = store.encode(model, tokenizer, document, name="jonah")
+    prompts = ["\n\nThe son of Amittai was", "\n\nThis is a story. In this story the city, to which he was sent, was"]
+    tokenizer.padding_side = "left"
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    assert int(batch.attention_mask.sum(1).min()) < batch.input_ids.shape[1]
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    with memstore.attach(model, memory) as attached:
+        answers = attached.generate(**batch, **settings)[:, batch.input_ids.shape[1] :]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        joined = torch.tensor(tokenizer(document).input_ids + tokenizer(prompt).input_ids)[None]
+        expected = model.generate(input_ids=joined, **settings)[0, joined.shape[1] :]
+        assert torch.equal(answer[: len(expected)], expected)

@@ -1,0 +1,70 @@
+"""What a forward pass says about its own tokens: where they stand, which are padding, and what they may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def own_positions(kwargs: dict[str, Any], past: int) -> Tensor:
+    """[B, T]: the positions that the model's own tokens would have without a memory; padding takes none."""
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    b, t = tokens.shape[:2]
+    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if given is not None:
+        return torch.as_tensor(given).expand(b, t)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return (mask.cumsum(-1) - 1).clamp_min(0)[:, -t:]
+    return torch.arange(past, past + t, device=tokens.device).expand(b, t)
+
+
+def padding_mask(kwargs: dict[str, Any], own: Tensor) -> Tensor:
+    """[B, T] boolean: where the prompt is padding.
+
+    With a static cache the mask is 4-dimensional, or one such for each kind of layer: a token that does not see itself
+    is padding.
+    """
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = next(iter(mask.values()))
+    if mask is None:
+        return torch.zeros_like(own, dtype=torch.bool)
+    if mask.dim() == 2:
+        return cast(Tensor, mask[:, -own.shape[1] :] == 0)
+    itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)[:, : own.shape[1]]
+    hidden = ~itself if itself.dtype == torch.bool else itself <= torch.finfo(itself.dtype).min / 2
+    return cast(Tensor, hidden.expand(own.shape))
+
+
+def leading(ids: Tensor, padding: Tensor, header: Sequence[int]) -> Tensor:
+    """[b, T] boolean: the tokens of ``header`` in the rows that begin with it, after their padding."""
+    place = (~padding).cumsum(1) - 1
+    inside = ~padding & (place < len(header))
+    expected = torch.tensor(header, device=ids.device)[place.clamp(0, len(header) - 1)]
+    begins = (inside & (ids == expected)).sum(1, keepdim=True) == len(header)
+    return inside & begins
+
+
+def own_mask(mask: Tensor | None, query: Tensor, n: int) -> tuple[Tensor | None, int]:
+    """The mask over the model's own tokens and how many keys it speaks of. None means causal, or all for one query."""
+    if mask is not None:
+        return mask[..., :n], min(n, mask.shape[-1])
+    t = query.shape[2]
+    if t == 1:
+        return None, n
+    return torch.ones(t, t, dtype=torch.bool, device=query.device).tril()[None, None], t
+
+
+def equal_prompts(kwargs: dict[str, Any], padding: Tensor, rows: slice) -> list[slice]:
+    """The rows in runs of equal prompts: the beams of one prompt read one excerpt, which may pass from beam to beam."""
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    runs = [slice(rows.start, rows.start + 1)]
+    for row in range(rows.start + 1, rows.stop):
+        if torch.equal(tokens[row], tokens[row - 1]) and torch.equal(padding[row], padding[row - 1]):
+            runs[-1] = slice(runs[-1].start, row + 1)
+        else:
+            runs.append(slice(row, row + 1))
+    return runs
