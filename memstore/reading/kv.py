@@ -25,7 +25,7 @@ from memstore.reading.chat import BETWEEN, chat_frame
 from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
 from memstore.reading.masks import equal_prompts, leading, own_mask, own_positions, padding_mask
 from memstore.reading.scouting import Scout
-from memstore.reading.selection import BLOCK, Span, choose_spans, num_blocks
+from memstore.reading.selection import BLOCK, Span, choose_spans, num_blocks, span_width
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from memstore.families import DecoderOnlyAdapter
 
 BUDGET = 512  # tokens chosen for a prompt by default; more blocks bring distractors
-WIDTH = 4  # blocks of a span; contiguous text reads better than scattered blocks
 
 
 @dataclass
@@ -192,7 +191,7 @@ class KvAttachment(Attachment):
 
     def _excerpt(self, memories: Sequence[Memory], scores: Tensor) -> Excerpt:
         lengths = [memory.num_tokens for memory in memories]
-        spans = choose_spans(scores, lengths, self.blocks, min(WIDTH, self.blocks))
+        spans = choose_spans(scores, lengths, self.blocks, span_width(scores, self.blocks))
         return load_excerpt(self.adapter, memories, self.open_memory, spans, scores.device)
 
     def _scout(self, kwargs: dict[str, Any], own: Tensor, padding: Tensor, scouts: list[tuple[slice, Scout]]) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 BLOCK = 64  # tokens scored as one
+
+
+WIDTH = 4  # blocks of a span, unless one place stands out
+NEAR = 2  # blocks beside the best one that show the same place
+CLEAR = 2.0  # times the score of any other place: then one place is read at full width
 
 
 class Span(NamedTuple):
@@ -21,6 +27,18 @@ class Span(NamedTuple):
 def num_blocks(num_tokens: int) -> int:
     """Blocks of a memory; the last one may be shorter."""
     return -(-num_tokens // BLOCK)
+
+
+def span_width(scores: Tensor, blocks: int) -> int:
+    """How many blocks a span has: all that may be read if one place of scores [total blocks] stands out, else WIDTH.
+
+    A fact that is found for certain is best read in its context; where several places come into question, each gets a
+    span of its own.
+    """
+    best = int(scores.argmax())
+    others = torch.cat((scores[: max(0, best - NEAR)], scores[best + NEAR + 1 :]))
+    stands_out = not len(others) or bool(scores[best] > CLEAR * others.max())
+    return blocks if stands_out else min(WIDTH, blocks)
 
 
 def choose_spans(scores: Tensor, lengths: Sequence[int], blocks: int, width: int) -> list[Span]:
