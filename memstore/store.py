@@ -75,6 +75,9 @@ class MemoryStore:
     def __repr__(self) -> str:
         return f"<MemoryStore {str(self.path)!r}, mode {self.mode!r}>"
 
+    def __reduce__(self) -> str:
+        raise StoreError("A store cannot be copied or pickled. Another process opens it for itself.")
+
     def memories(self) -> list[Memory]:
         """All memories, sorted by name, as they were at one moment."""
         manifests = [Manifest.unpack(value) for _, value in self.records.items(SEALED)]
