@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
@@ -93,6 +94,8 @@ class Attachment(ABC):
         self._readings: list[Reading] = []
         self._step = -1
         self._calls = 0
+        self._claim = threading.Lock()
+        self._thread: int | None = None  # which is inside a step
 
     @abstractmethod
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
@@ -138,6 +141,8 @@ class Attachment(ABC):
             stage = self._stage()
             stack.callback(stage.register_forward_pre_hook(self._pre_hook, with_kwargs=True).remove)
             stack.callback(stage.register_forward_hook(self._post_hook).remove)
+            stack.callback(stage.register_forward_hook(self._free, always_call=True).remove)
+            self._thread = None
             self._stack = stack.pop_all()
         return self
 
@@ -145,6 +150,11 @@ class Attachment(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def __reduce__(self) -> str:
+        raise AttachError(
+            "An attachment, and a model while it has one, cannot be copied or pickled. Leave the attachment first."
+        )
 
     def empty_prompt(self, batch_size: int = 1) -> Any:
         """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt. Raises AttachError if the model
@@ -184,7 +194,11 @@ class Attachment(ABC):
             raise AttachError("An answer in words is that of one row; give tensors for all rows, and no tokenizer.")
         for tensor in given:  # before beams are made of rows: then a row's beams could be taken for further rows
             self._groups(len(tensor))
+        if prompt is not None:
+            _check_unicode(prompt)
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
+        if isinstance(ids := inputs.get("input_ids"), Tensor):
+            self._check_length(ids.shape[-1])
         self._readings.clear()
         output = cast(Any, self.model).generate(**inputs)
         if tokenizer is None or given:
@@ -201,6 +215,11 @@ class Attachment(ABC):
             raise AttachError("Attach with explain=True to learn what was read.")
         return list(self._readings)
 
+    def _check_length(self, num_tokens: int) -> None:
+        """Raises AttachError for a prompt that no model can read."""
+        if not num_tokens:
+            raise AttachError("The prompt holds no tokens. Ask something.")
+
     def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         theirs = tokenizer_hash(tokenizer)
         for memory in (memory for row in self.rows for memory in row):
@@ -214,6 +233,13 @@ class Attachment(ABC):
     def _pre_hook(
         self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with self._claim:
+            if self._thread not in (None, threading.get_ident()):
+                raise AttachError(
+                    "Another thread is running this model: with memories attached it serves one at a time. Take turns "
+                    "with a lock around generate."
+                )
+            self._thread = threading.get_ident()
         self._calls, self._step = 0, self._step + 1
         return args, self._before(args, kwargs)
 
@@ -225,6 +251,15 @@ class Attachment(ABC):
             )
         self._after(output)
 
+    def _free(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The step is over, whether it succeeded or not; a pass inside of a step does not end it."""
+        if self._thread == threading.get_ident() and not self._nested():
+            self._thread = None
+
+    def _nested(self) -> bool:
+        """Whether a pass of the model is running that is a part of a step."""
+        return False
+
     def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
         """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
         if batch % len(self.rows):
@@ -233,6 +268,13 @@ class Attachment(ABC):
             )
         each = batch // len(self.rows)
         return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
+
+
+def _check_unicode(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise AttachError(f"The prompt is not valid Unicode at character {error.start}. Is it UTF-8?") from error
 
 
 def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]:

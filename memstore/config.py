@@ -32,10 +32,17 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # which pydantic would let through
+        raise ValueError(f"{path.parts[0]} is nobody's home directory") from error
+
+
 class StoreSettings(_Section):
     """``[store]``: where memories are kept, and by which record backend."""
 
-    path: Annotated[Path, AfterValidator(Path.expanduser)]
+    path: Annotated[Path, AfterValidator(_expanded)]
     records: str
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ class Document:
 
         Raises DocumentError when it cannot be read, or is not UTF-8.
         """
+        if self.path == STDIN and sys.stdin is None:
+            raise DocumentError("- cannot be read: standard input is closed.")
         try:
             data = sys.stdin.buffer.read() if self.path == STDIN else Path(self.path).read_bytes()
-        except OSError as error:
-            raise DocumentError(f"{self.path} cannot be read: {error.strerror}.") from error
+        except (OSError, ValueError) as error:  # a path may itself be impossible
+            raise _unreadable(self.path, error) from error
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -43,7 +46,8 @@ def find(paths: list[str]) -> list[Document]:
 
     A file is named by its name without suffix. A folder stands for the text files in it and below it, except hidden
     ones, each named by its path inside the folder without suffix (``gospels/john``).
-    Raises DocumentError when a folder holds no text file, or two documents would get one name.
+    Raises DocumentError when a folder holds no text file or cannot be read throughout, or two documents would get one
+    name.
     """
     found: dict[str, Document] = {}
     for document in (document for path in paths for document in _expand(path)):
@@ -59,16 +63,33 @@ def find(paths: list[str]) -> list[Document]:
 def _expand(path: str) -> Iterator[Document]:
     if path == STDIN:
         yield Document("stdin", STDIN)
-    elif Path(path).is_dir():
-        folder = Path(path)
-        relative = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
-        texts = [
-            file
-            for file in relative
-            if file.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in file.parts)
-        ]
-        if not texts:
-            raise DocumentError(f"{path} holds no text file ({', '.join(SUFFIXES)}).")
-        yield from (Document(file.with_suffix("").as_posix(), str(folder / file)) for file in texts)
-    else:
+        return
+    try:
+        texts = _texts(Path(path)) if Path(path).is_dir() else None
+    except (OSError, ValueError) as error:
+        raise _unreadable(getattr(error, "filename", None) or path, error) from error
+    if texts is None:
         yield Document(Path(path).stem, path)
+    elif not texts:
+        raise DocumentError(f"{path} holds no text file ({', '.join(SUFFIXES)}).")
+    else:
+        yield from (Document(file.with_suffix("").as_posix(), str(path / file)) for path, file in texts)
+
+
+def _texts(folder: Path) -> list[tuple[Path, Path]]:
+    """The text files in a folder and below it, as the folder and the path inside it. Raises OSError for a folder that
+    cannot be read, which would else be left out without a word."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    texts = []
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(parent, name) for name in files if not name.startswith(".")]
+        texts += [path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file()]
+    return [(folder, path.relative_to(folder)) for path in sorted(texts)]
+
+
+def _unreadable(path: str, error: OSError | ValueError) -> DocumentError:
+    return DocumentError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.")

@@ -7,7 +7,7 @@ independent, never padded, and always batched in the same company.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +53,8 @@ def encode(
     [windows, mels, frames]). dtype: how vectors are stored, by default the model's own. progress is called with (tokens
     done, tokens in all). The same document under the same name again is a no-op.
 
-    Raises DocumentError, ConfigError, UnsupportedModelError, MemoryExistsError, MemoryBusyError, EncodingError.
+    Raises DocumentError, ConfigError, UnsupportedModelError, MemoryExistsError, MemoryBusyError, EncodingError, and
+    DamagedMemoryError where that memory is damaged.
     """
     adapter: ModelAdapter = adapter_for(model)(model)
     draft, document, source = describe(
@@ -88,6 +89,7 @@ def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
     mine, own = memory.manifest.model_dump(), {"id", "created", "digest", "seal", "format_minor"}
     differing = [key for key, value in draft.model_dump().items() if key not in own and value != mine[key]]
     if not differing:
+        memory.open().close()  # one that is damaged must not pass for done
         return memory
     raise MemoryExistsError(
         f"The store holds another memory named {draft.name!r} already; it differs in {', '.join(differing)}. "
@@ -97,15 +99,20 @@ def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout and gradients, and back to how the model was."""
+    """Without dropout, gradients and autocast, which the fingerprint does not know; and back to how the model was."""
     training = [module for module in model.modules() if module.training]  # a part may be frozen in evaluation mode
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _no_autocast(model.device.type):
             yield
     finally:
         for module in training:
             module.training = True
+
+
+def _no_autocast(device: str) -> AbstractContextManager[Any]:
+    available = torch.amp.autocast_mode.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if available else nullcontext()
 
 
 def _blocks(

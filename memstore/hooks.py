@@ -82,7 +82,9 @@ def install(readers: Mapping[nn.Module, AttentionFunction]) -> Callable[[], None
 
 
 def _switch(config: PretrainedConfig) -> None:
-    _, before, count = _switched.get(id(config), (config, config._attn_implementation, 0))
+    # A copy that was made while something was attached names our function too.
+    before = config._attn_implementation.removeprefix(PREFIX)
+    _, before, count = _switched.get(id(config), (config, before, 0))
     _switched[id(config)] = (config, before, count + 1)
     AttentionInterface.register(PREFIX + before, _dispatch(before))
     AttentionMaskInterface.register(PREFIX + before, ALL_MASK_ATTENTION_FUNCTIONS[before])

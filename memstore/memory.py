@@ -74,6 +74,9 @@ class Memory:
     def __repr__(self) -> str:
         return f"<Memory {self.name!r}: {self.num_tokens} tokens, {self.kind}, {self.nbytes} bytes>"
 
+    def __reduce__(self) -> str:
+        raise StoreError("A memory cannot be copied or pickled. Another process opens the store for itself.")
+
     @property
     def name(self) -> str:
         return self.manifest.name
@@ -175,6 +178,9 @@ class OpenMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> str:
+        raise StoreError("An open memory cannot be copied or pickled. Another process opens the store for itself.")
 
     def close(self) -> None:
         self._reader.close()

@@ -32,14 +32,18 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
     """What ``from_pretrained`` is given."""
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        is_file, is_dir, exists = path.is_file(), path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, no permission to look, no possible path
+        raise ModelLoadError(f"Cannot load the model {name!r}: {error}") from error
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not is_file:
             raise ModelLoadError(f"Cannot load the model {name!r}: there is no such file.")
         return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
+    if is_dir:
         return str(path), {}
-    if path.exists() or path.is_absolute():  # a hub name is neither, and no hub needs to be asked
+    if exists or path.is_absolute():  # a hub name is neither, and no hub needs to be asked
         raise ModelLoadError(f"Cannot load the model {name!r}: it is neither a directory nor a GGUF file.")
     return name, {}
 

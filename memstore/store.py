@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str = "lmdb") -> MemoryStore:
     """Open the store at ``path``: for reading and writing, created if it is missing ("a"), or read-only ("r").
 
-    Raises StoreNotFoundError, ReadOnlyStoreError, FormatError (another format), DamagedMemoryError (the catalog).
+    Raises StoreNotFoundError, ReadOnlyStoreError, FormatError (another format), DamagedMemoryError (the catalog), or
+    StoreError for a path that cannot be that of a store.
     """
     if mode not in ("a", "r"):
         raise ValueError(f'mode is "a" or "r", not {mode!r}.')
-    return MemoryStore(Path(path).resolve(), mode, records)
+    try:
+        resolved = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no possible path
+        raise StoreError(f"{str(path)!r} cannot be the path of a store: {error}.") from error
+    return MemoryStore(resolved, mode, records)
 
 
 class MemoryStore:
@@ -69,6 +74,9 @@ class MemoryStore:
 
     def __repr__(self) -> str:
         return f"<MemoryStore {str(self.path)!r}, mode {self.mode!r}>"
+
+    def __reduce__(self) -> str:
+        raise StoreError("A store cannot be copied or pickled. Another process opens it for itself.")
 
     def memories(self) -> list[Memory]:
         """All memories, sorted by name, as they were at one moment."""

@@ -9,7 +9,8 @@ import torch
 import transformers as tf
 
 import memstore
-from memstore.errors import AttachError, MemstoreError, PluginError, UnsupportedModelError
+from memstore.errors import AttachError, MemstoreError, PluginError, UnsupportedModelError, WindowExceededError
+from tests import tiny
 from tests.models import build, tokens
 
 FAMILIES = ["bart", "t5", "llama", "mistral-sliding"]
@@ -223,3 +224,26 @@ def test_what_generate_needs_is_said(library):
                 ask()
         with pytest.raises(MemstoreError, match="keyword arguments"), torch.no_grad():
             decoder.model(tokens(5, rows=1))
+
+
+def test_a_prompt_that_cannot_be_read_is_said(library):
+    decoder, tokenizer = tiny.llama(), tiny.tokenizer()
+    tokenizer.chat_template = None
+    with memstore.attach(decoder, read(library, decoder)) as attached:
+        with pytest.raises(AttachError, match="not valid Unicode at character 2"):
+            attached.generate("é \udcff", tokenizer=tokenizer)
+        for empty in ({"prompt": "", "tokenizer": tokenizer}, {"input_ids": torch.zeros(1, 0, dtype=torch.long)}):
+            with pytest.raises(AttachError, match="no tokens"):
+                attached.generate(**empty)
+
+
+def test_an_encoder_decoder_has_only_so_many_positions(library):
+    model = build("bart")
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    with memstore.attach(model, read(library, model)) as attached:
+        with pytest.raises(WindowExceededError, match="The prompt needs 65 positions, and the model has 64"):
+            attached.generate(input_ids=tokens(65, rows=1))
+        answer = attached.generate(input_ids=tokens(64, rows=1), max_new_tokens=64, **settings)
+        assert answer.shape == (1, 65)  # the last token is never read
+        with pytest.raises(WindowExceededError, match="What is generated needs 65 positions, and the model has 64"):
+            attached.generate(max_new_tokens=65, **settings)

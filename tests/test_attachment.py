@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -288,3 +290,63 @@ def test_an_implementation_chosen_while_attached_is_noticed(library, model):
     chosen = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
     assert chosen == {"eager"}
     torch.testing.assert_close(run(model), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, pickle.dumps])
+def test_what_is_bound_to_a_store_or_a_model_is_not_copied(library, model, clone):
+    memory = read(library, model)
+    with memory.open() as opened, memstore.attach(model, memory) as attached:
+        for each in (library, memory, opened, attached, model):
+            with pytest.raises((StoreError, AttachError), match="cannot be copied or pickled"):
+                clone(each)
+    clone(model)
+
+
+def test_a_configuration_copied_while_attached_names_no_memory(library, model):
+    memory = read(library, model)
+    with memstore.attach(model, memory, layers=[0]):
+        expected = run(model)
+        other = type(model)(copy.deepcopy(model.config)).eval()
+    other.load_state_dict(model.state_dict())
+    with memstore.attach(other, memory, layers=[0]):
+        assert torch.equal(run(other), expected)
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_what_is_saved_while_attached_loads_without_memstore(library, model, tmp_path):
+    with memstore.attach(model, read(library, model)):
+        model.save_pretrained(tmp_path / "model")
+    assert "memstore" not in (tmp_path / "model" / "config.json").read_text()
+
+
+def test_two_threads_at_once_are_refused_and_one_after_the_other_is_not(library, model):
+    answers: list[Any] = []
+
+    def other():
+        try:
+            answers.append(run(model))
+        except AttachError as error:
+            answers.append(error)
+
+    def in_a_thread(*unused):
+        if threading.current_thread() is threading.main_thread():  # a step of that thread would start another
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    def fail(*unused):
+        raise Stop
+
+    with memstore.attach(model, read(library, model), top_k="all") as attached:
+        expected = run(model)
+        inside = next(iter(attached._readers())).register_forward_hook(in_a_thread)
+        assert torch.equal(run(model), expected)
+        inside.remove()
+        assert answers and all("one at a time" in str(answer) for answer in answers)
+        stop = attached._stage().register_forward_hook(fail)
+        with pytest.raises(Stop):
+            run(model)
+        stop.remove()
+        answers.clear()
+        in_a_thread()
+        assert torch.equal(answers[0], expected)

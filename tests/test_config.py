@@ -136,6 +136,8 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
         config.load(tmp_path, {"MEMSTORE__STORE__PAHT": "x"})
     with pytest.raises(ConfigError, match="^MEMSTORE__STORE: store = 'x': must be a table"):
         config.load(tmp_path, {"MEMSTORE__STORE": "x"})
+    with pytest.raises(ConfigError, match="^MEMSTORE__STORE__PATH: store.path = '~nobody-here/x': .*home directory"):
+        config.load(tmp_path, {"MEMSTORE__STORE__PATH": "~nobody-here/x"})
 
 
 options = st.dictionaries(st.sampled_from("abc"), st.integers(), max_size=3)

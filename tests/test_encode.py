@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import memstore
 from memstore.attachment import find_cache
-from memstore.errors import ConfigError, DocumentError, EncodingError, MemoryExistsError
+from memstore.errors import ConfigError, DamagedMemoryError, DocumentError, EncodingError, MemoryExistsError
 from memstore.windows import plan
 from tests import tiny
 from tests.models import clone, tokens
@@ -287,3 +287,19 @@ def test_the_model_is_left_as_it_was(library, llama, fails):
         assert fails
     assert [module.training for module in model.modules()] == modes
     assert torch.is_grad_enabled() and ("doc" in library) is not fails
+
+
+def test_autocast_outside_does_not_change_what_is_stored(library, llama):
+    plain = library.encode(llama, input_ids=tokens(40), name="plain")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = library.encode(llama, input_ids=tokens(40), name="cast")
+        assert torch.is_autocast_enabled("cpu")
+    assert cast.manifest.digest == plain.manifest.digest
+
+
+def test_a_damaged_memory_does_not_pass_for_the_same_document(library, llama):
+    memory = library.encode(llama, input_ids=tokens(40), name="doc")
+    data = library.path / "memories" / memory.manifest.id / "data.mdb"
+    data.write_bytes(data.read_bytes()[:5000])
+    with pytest.raises(DamagedMemoryError, match="Remove the memory and encode its document again"):
+        library.encode(llama, input_ids=tokens(40), name="doc")

@@ -55,7 +55,9 @@ def test_a_directory_of_whisper(tmp_path: Path) -> None:
     assert isinstance(models.load(str(tmp_path))[0], Whisper)
 
 
-@pytest.mark.parametrize("name", ["nowhere.gguf", "/nowhere", "{tmp_path}/file.txt", "{tmp_path}"])
+@pytest.mark.parametrize(
+    "name", ["nowhere.gguf", "/nowhere", "{tmp_path}/file.txt", "{tmp_path}", "~nobody-here/x", "x" * 5000]
+)
 def test_what_cannot_be_loaded_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "file.txt").write_text("no model")
     name = name.format(tmp_path=tmp_path)

@@ -41,6 +41,8 @@ def translated(path: Path) -> Iterator[None]:
         if code in _FULL or (code == errno.EIO and _is_full(path)):
             message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
             raise StoreFullError(message) from error
+        if code in _READ_ONLY and _is_closed(Path(getattr(error, "filename", None) or path)):
+            raise StoreError(f"{path} cannot be read ({error}). Ask its owner for the permission.") from error
         if code in _READ_ONLY or isinstance(error, lmdb.ReadonlyError):
             raise ReadOnlyStoreError(f'{path} cannot be written ({error}). Open the store with mode="r".') from error
         raise StoreError(f"{path}: {error}") from error
@@ -50,6 +52,17 @@ def _is_full(path: Path) -> bool:
     """LMDB reports EIO when the disk takes only a part of what it writes."""
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize < 1 << 20
+
+
+def _is_closed(path: Path) -> bool:
+    """Whether permissions forbid even reading it."""
+    try:
+        path.stat()
+    except PermissionError:  # a folder above it is closed
+        return True
+    except OSError:
+        return False
+    return not os.access(path, os.R_OK)
 
 
 class Catalog:

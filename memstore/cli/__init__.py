@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 from memstore.cli import demo, generate, index, library, plugins
@@ -26,4 +29,7 @@ app.command("demo")(reporting(demo.demo))
 
 def main() -> None:
     """The ``memstore`` command."""
+    for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks must not cost an answer
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

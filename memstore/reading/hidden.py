@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from memstore.attachment import Attachment, TopK, checked_layers, device_of, empty_cache, finish, restart
+from memstore.attachment import Attachment, TopK, checked_layers, device_of, empty_cache, find_cache, finish, restart
 from memstore.attention import (
     Partial,
     absorb_keys,
@@ -24,7 +24,7 @@ from memstore.attention import (
     shifted_exp,
     split_heads,
 )
-from memstore.errors import AttachError
+from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation
 from memstore.indexes import new_index
 from memstore.interfaces import VectorIndex
@@ -44,6 +44,11 @@ class EmptyPrompt(BaseModelOutput):
     Most models fail on encoder outputs of length 0 and some pass no mask, so the one state in here is hidden by the
     type of this object, never by a mask.
     """
+
+
+def _check_room(what: str, num_tokens: int, limit: int | None) -> None:
+    if limit is not None and num_tokens > limit:
+        raise WindowExceededError(f"{what} needs {num_tokens} positions, and the model has {limit}.")
 
 
 class Shelf:
@@ -162,8 +167,17 @@ class HiddenAttachment(Attachment):
         given = (*args, *kwargs.values())
         if empty_cache(given):
             restart(self)
+        if isinstance(tokens := kwargs.get("decoder_input_ids"), Tensor):
+            cache = find_cache(given)
+            past = 0 if cache is None else int(cache.get_seq_length())
+            limit = getattr(self.model.config, "max_target_positions", self.adapter.max_window)
+            _check_room("What is generated", past + tokens.shape[1], limit)
         self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
+
+    def _check_length(self, num_tokens: int) -> None:
+        super()._check_length(num_tokens)
+        _check_room("The prompt", num_tokens, self.adapter.max_window)
 
     def _after(self, output: Any) -> None:
         self._no_prompt = False

@@ -158,6 +158,9 @@ class KvAttachment(Attachment):
             )
         return kwargs | {"position_ids": self._positions}
 
+    def _nested(self) -> bool:
+        return self._scouts is not None
+
     def _after(self, output: Any) -> None:
         cache = find_cache(output.values())
         if cache is not None and self._scouts is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from rich.console import Console
 
 import memstore
+from memstore import documents
 from memstore.cli import index
+from memstore.errors import DocumentError
 from tests.cli.conftest import GENESIS, Run
 
 
@@ -113,6 +116,32 @@ def test_a_missing_file_is_told_before_the_model_is_loaded(run: Run, tmp_path: P
     assert result.exit_code == 1
     assert result.stderr.count("Error:") == 1
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\ud800.txt"])
+def test_a_path_that_no_file_can_have_is_an_error_of_its_own(run: Run, path: str) -> None:
+    result = run("index", path, "--model", "/no/model")
+    assert result.exit_code == 1
+    assert "cannot be read: " in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_what_must_not_be_read_is_an_error_and_not_left_out(run: Run, folder: Path, mode: int) -> None:
+    (folder / "letters").chmod(mode)
+    try:
+        for path in (folder, folder / "letters" / "first.md"):
+            result = run("index", path, "--model", "/no/model")
+            assert result.exit_code == 1
+            assert "cannot be read: Permission denied." in result.stderr
+    finally:
+        (folder / "letters").chmod(0o755)
+
+
+def test_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(DocumentError, match="standard input is closed"):
+        documents.Document("stdin", "-").read()
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_store(run: Run, folder: Path, tmp_path: Path) -> None:

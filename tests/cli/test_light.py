@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import memstore
+from memstore.memory import Document
+
 COMMAND = "from memstore.cli import main; main()"
+DRAFT = {"id": "0" * 32, "name": "né", "seal": None, "digest": None, "has_text": False, "has_ids": False}
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["show", "genesis"], ["verify"], ["remove", "genesis"], ["plugins"]])
@@ -29,3 +33,13 @@ def test_importing_memstore_loads_no_model_library() -> None:
     code = "import sys, memstore, memstore.cli, memstore.models; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_characters_that_the_terminal_lacks_do_not_cost_the_output(library: Path) -> None:
+    with memstore.open(library) as store:
+        store.create(store["genesis"].manifest.model_copy(update=DRAFT), Document()).close()
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "remove", "né", "--store", str(library)], env=environment, capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (0, rb"Removed n\xe9." + os.linesep.encode())

@@ -400,6 +400,28 @@ def test_a_folder_without_write_permission(library: MemoryStore) -> None:
             entry.chmod(entry.stat().st_mode | stat.S_IWUSR)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+@pytest.mark.parametrize("closed", [".", "catalog/data.mdb", "memories"])
+def test_what_must_not_be_read_is_not_said_to_be_read_only(library: MemoryStore, closed: str) -> None:
+    making.write(library)
+    library.close()
+    (library.path / closed).chmod(0)
+    try:
+        with pytest.raises(StoreError, match="cannot be read") as caught, store.open(library.path, "r") as reading:
+            reading["esther"].open()
+        assert not isinstance(caught.value, ReadOnlyStoreError)
+    finally:
+        (library.path / closed).chmod(0o755)
+
+
+@pytest.mark.parametrize("path", ["{}/loop", "a\0b", "x" * 5000])
+def test_a_path_that_no_store_can_have(tmp_path: Path, path: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for mode in ("a", "r"):
+        with pytest.raises(StoreError):
+            store.open(path.format(tmp_path), mode)
+
+
 def test_two_thousand_memories_are_listed(library: MemoryStore) -> None:
     sealed = making.write(library).manifest
     puts = {}
