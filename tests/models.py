@@ -109,6 +109,14 @@ def build(family: str, seed: int = 0):
     return model.eval()
 
 
+def set_attention(model, implementation: str) -> None:
+    """``model.set_attn_implementation``, which before transformers 5.20 does not reach the stacks of a T5."""
+    model.set_attn_implementation(implementation)
+    for module in model.modules():
+        if isinstance(module, tf.PreTrainedModel):
+            module.config._attn_implementation = implementation
+
+
 def clone(model):
     """An independent model with equal weights and configuration."""
     return copy.deepcopy(model)

@@ -22,7 +22,7 @@ from memstore.errors import (
     StoreInUseError,
 )
 from tests import tiny
-from tests.models import build, tokens
+from tests.models import build, set_attention, tokens
 from tests.store import making
 
 FAMILIES = ["bart", "t5", "llama", "mistral-sliding"]
@@ -82,7 +82,7 @@ class Stop(Exception):  # noqa: N818
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_nothing_is_left_behind(library, model, monkeypatch, implementation, leave):
     gc.collect()
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     memory, before, expected = read(library, model), traces(model), run(model)
     if leave == "normally":
         with memstore.attach(model, memory):
@@ -180,7 +180,7 @@ def test_written_in_one_process_and_read_in_another(library, family):
 def test_eager_and_sdpa_read_the_same(library, model):
     memory, outputs = read(library, model), []
     for implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         with memstore.attach(model, memory):
             outputs.append(run(model))
     torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
@@ -284,7 +284,7 @@ def test_attention_that_never_calls_the_interface_is_noticed(library, model):
 def test_an_implementation_chosen_while_attached_is_noticed(library, model):
     memory, expected = read(library, model), run(model)
     with memstore.attach(model, memory):
-        model.set_attn_implementation("eager")
+        set_attention(model, "eager")
         with pytest.raises(HookError):
             run(model)
     chosen = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import memstore
 from memstore.registry import adapter_for
 from memstore.windows import plan
-from tests.models import ENCODER_DECODERS, build, decoder_depth, tokens
+from tests.models import ENCODER_DECODERS, build, decoder_depth, set_attention, tokens
 
 FAMILIES = sorted(ENCODER_DECODERS)
 EXACT = 1e-4
@@ -42,7 +42,7 @@ def logits(model, encoder_outputs, decoder_ids):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_document_of_one_window_gives_the_plain_models_logits(model, store, implementation):
     document, answer = tokens(60), tokens(7, seed=1, rows=1)
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     expected = logits(model, BaseModelOutput(last_hidden_state=states(model, document)), answer)
     memory = store.encode(model, input_ids=document, name="doc")
     with memstore.attach(model, memory, top_k="all") as attached:
@@ -126,13 +126,13 @@ def keep_best(model, k):
 
     AttentionInterface.register("best", attention)
     AttentionMaskInterface.register("best", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation("best")
+    set_attention(model, "best")
 
 
 @pytest.mark.parametrize("k", [1, 7, 59])
 def test_top_k_reads_the_best_rows_of_each_head(model, store, k):
     document, answer = tokens(60), tokens(7, seed=1, rows=1)
-    model.set_attn_implementation("sdpa")
+    set_attention(model, "sdpa")
     memory = store.encode(model, input_ids=document, name="doc")
     with memstore.attach(model, memory, top_k=k) as attached:
         read = logits(model, attached.empty_prompt(), answer)
@@ -140,7 +140,7 @@ def test_top_k_reads_the_best_rows_of_each_head(model, store, k):
     assert (read - logits(model, plain, answer)).abs().max() > EXACT
     keep_best(model, k)
     expected = logits(model, plain, answer)
-    model.set_attn_implementation("sdpa")
+    set_attention(model, "sdpa")
     assert (read - expected).abs().max() < EXACT
 
 
