@@ -131,3 +131,17 @@ def tokens(count: int, seed: int = 0, rows: int | None = None) -> torch.Tensor:
 def decoder_depth(model) -> int:
     config = model.config
     return int(getattr(config, "num_decoder_layers", None) or config.decoder_layers)
+
+
+def run(model, rows=1, **keywords):
+    """Logits for a fixed prompt."""
+    inputs = {"input_ids": tokens(9, seed=1, rows=rows)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens(5, seed=2, rows=rows)
+    with torch.no_grad():
+        return model(**inputs, **keywords).logits
+
+
+def read(store, model, name="doc", length=60, **keywords):
+    """The memory of a document of random tokens."""
+    return store.encode(model, input_ids=tokens(length, seed=len(name)), name=name, **keywords)

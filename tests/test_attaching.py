@@ -11,35 +11,16 @@ import transformers as tf
 import memstore
 from memstore.errors import AttachError, MemstoreError, PluginError, UnsupportedModelError, WindowExceededError
 from tests import tiny
-from tests.models import build, tokens
+from tests.models import build, read, run, tokens
 
 FAMILIES = ["bart", "t5", "llama", "mistral-sliding"]
 SEQ2SEQ = ["bart", "t5"]
 DECODER_ONLY = ["llama", "mistral-sliding"]
 
 
-@pytest.fixture
-def library(tmp_path):
-    with memstore.open(tmp_path / "library") as store:
-        yield store
-
-
 @pytest.fixture(params=FAMILIES)
 def model(request):
     return build(request.param)
-
-
-def run(model, rows=1, **keywords):
-    """Logits for a fixed prompt."""
-    inputs = {"input_ids": tokens(9, seed=1, rows=rows)}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = tokens(5, seed=2, rows=rows)
-    with torch.no_grad():
-        return model(**inputs, **keywords).logits
-
-
-def read(store, model, name="doc", length=60, **keywords):
-    return store.encode(model, input_ids=tokens(length, seed=len(name)), name=name, **keywords)
 
 
 def test_all_layers_by_name_are_all_layers(library, model):

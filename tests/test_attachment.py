@@ -22,7 +22,7 @@ from memstore.errors import (
     StoreInUseError,
 )
 from tests import tiny
-from tests.models import build, set_attention, tokens
+from tests.models import build, read, run, set_attention, tokens
 from tests.store import making
 
 FAMILIES = ["bart", "t5", "llama", "mistral-sliding"]
@@ -31,36 +31,17 @@ DECODER_ONLY = ["llama", "mistral-sliding"]
 ANSWER = """
 import sys
 import memstore, torch
-from tests import test_attachment
+from tests.models import build, run
 with memstore.open(sys.argv[1], "r") as library:
-    model = test_attachment.build(sys.argv[2])
+    model = build(sys.argv[2])
     with memstore.attach(model, library["doc"]):
-        print(test_attachment.run(model).double().flatten().tolist())
+        print(run(model).double().flatten().tolist())
 """
-
-
-@pytest.fixture
-def library(tmp_path):
-    with memstore.open(tmp_path / "library") as store:
-        yield store
 
 
 @pytest.fixture(params=FAMILIES)
 def model(request):
     return build(request.param)
-
-
-def run(model, rows=1, **keywords):
-    """Logits for a fixed prompt."""
-    inputs = {"input_ids": tokens(9, seed=1, rows=rows)}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = tokens(5, seed=2, rows=rows)
-    with torch.no_grad():
-        return model(**inputs, **keywords).logits
-
-
-def read(store, model, name="doc", length=60, **keywords):
-    return store.encode(model, input_ids=tokens(length, seed=len(name)), name=name, **keywords)
 
 
 def traces(model):

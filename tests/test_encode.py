@@ -11,7 +11,6 @@ from tokenizers import normalizers
 from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import memstore
 from memstore.attachment import find_cache
 from memstore.errors import ConfigError, DamagedMemoryError, DocumentError, EncodingError, MemoryExistsError
 from memstore.windows import plan
@@ -37,12 +36,6 @@ def llama():
 @pytest.fixture(scope="module")
 def tokenizer():
     return tiny.tokenizer()
-
-
-@pytest.fixture
-def library(tmp_path):
-    with memstore.open(tmp_path / "library") as store:
-        yield store
 
 
 def whisper():

@@ -20,12 +20,6 @@ from tests.models import build, clone, tokens
 FAMILIES = ["bart", "t5", "qwen3"]
 
 
-@pytest.fixture
-def library(tmp_path):
-    with memstore.open(tmp_path / "library") as store:
-        yield store
-
-
 @pytest.fixture(params=FAMILIES)
 def model(request):
     return build(request.param)

@@ -37,12 +37,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def library(tmp_path):
-    with memstore.open(tmp_path / "library") as store:
-        yield store
-
-
 def read(store, kind, **keywords):
     """A document of 1,500 tokens in blocks of 256: encoder states, keys and values, or these behind a prefix."""
     if kind == "hidden":
