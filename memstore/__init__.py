@@ -31,7 +31,7 @@ def open(path: str | PathLike[str], mode: Mode = "a", *, records: str | None = N
 
 
 def attach(model: PreTrainedModel, *memories: Memory, **options: Any) -> Attachment:
-    """Bind memories to a model's attention while the returned context lasts; see :func:`memstore.attachment.attach`."""
-    from memstore.attachment import attach
+    """Bind memories to a model's attention while the returned context lasts; see :func:`memstore.attaching.attach`."""
+    from memstore.attaching import attach
 
     return attach(model, *memories, **options)

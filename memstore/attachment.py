@@ -3,84 +3,27 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-import torch
 from torch import Tensor, nn
 
-from memstore.errors import AttachError, FingerprintMismatchError, FingerprintWarning, HookError
-from memstore.fingerprint import fingerprint, mismatches, tokenizer_hash
+from memstore.errors import AttachError, FingerprintMismatchError, HookError
+from memstore.fingerprint import tokenizer_hash
 from memstore.hooks import AttentionFunction, install
 from memstore.memory import Memory, OpenMemory
 from memstore.provenance import Reading
-from memstore.registry import adapter_for
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from memstore.interfaces import ModelAdapter
 
 TopK = int | Literal["all"] | None
 INPUTS = ("input_ids", "inputs", "input_features", "inputs_embeds")  # of which generate takes one
-
-
-def attach(
-    model: PreTrainedModel,
-    *memories: Memory,
-    rows: Sequence[Sequence[Memory]] | None = None,
-    strict: bool = True,
-    **options: Any,
-) -> Attachment:
-    """Bind memories to ``model``; read them inside ``with attach(...) as attached:``.
-
-    Several memories are one joint attention. ``rows`` gives every row of a batch its own list instead. ``strict=False``
-    turns a fingerprint mismatch into a FingerprintWarning. Further options are those of the kind of memory:
-    :class:`memstore.reading.hidden.HiddenAttachment` or :class:`memstore.reading.kv.KvAttachment`.
-
-    Raises UnsupportedModelError, FingerprintMismatchError, or AttachError for what cannot be attached together.
-    """
-    if (rows is None) == (not memories):
-        raise AttachError("Give at least one memory, or rows=[[…], …] with one list of memories for each batch row.")
-    lists = [list(memories)] if rows is None else [list(row) for row in rows]
-    if not lists or not all(lists):
-        raise AttachError("Every batch row needs at least one memory.")
-    for row in lists:
-        names = [memory.name for memory in row]
-        if len({memory.manifest.id for memory in row}) < len(row):
-            raise AttachError(f"A memory is attached twice to one row: {', '.join(names)}.")
-    adapter = adapter_for(model)(model)
-    for memory in {id(memory): memory for row in lists for memory in row}.values():
-        _check_fits(memory, adapter, strict)
-    attachment: Attachment = adapter.attachment(lists, **options)
-    return attachment
-
-
-def _check_fits(memory: Memory, adapter: ModelAdapter, strict: bool) -> None:
-    name = type(adapter.model).__name__
-    if memory.kind != adapter.kind or memory.manifest.parts != adapter.parts(_dtype(memory)):
-        raise FingerprintMismatchError(
-            f"Memory {memory.name!r} does not have the geometry of this {name}: it was written by "
-            f"{memory.fingerprint.get('model_class')} as kind {memory.kind!r}. Attach it to that model."
-        )
-    differing = mismatches(memory.fingerprint, fingerprint(adapter))
-    if not differing:
-        return
-    message = (
-        f"Memory {memory.name!r} was not written by this {name}. What differs: {'; '.join(differing)}. "
-        "Load the model that wrote it, or encode the document again with this one."
-    )
-    if strict:
-        raise FingerprintMismatchError(message)
-    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach
-
-
-def _dtype(memory: Memory) -> str:
-    return next(iter(memory.manifest.parts.values())).dtype
 
 
 class Attachment(ABC):
@@ -277,39 +220,7 @@ def _check_unicode(prompt: str) -> None:
         raise AttachError(f"The prompt is not valid Unicode at character {error.start}. Is it UTF-8?") from error
 
 
-def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]:
-    """The layers that read, None standing for all of ``depth``. Raises AttachError for none, and for one too many."""
-    every = range(depth)
-    if layers is None:
-        return frozenset(every)
-    if not isinstance(layers, Collection) or not layers or any(layer not in every for layer in layers):
-        raise AttachError(f"layers={layers!r} must list some of this decoder's layers, which are 0 to {depth - 1}.")
-    return frozenset(layers)
-
-
 def restart(attachment: Attachment) -> None:
     """A new prompt begins: provenance counts from here."""
     attachment._step = 0
     attachment._readings.clear()
-
-
-def finish(output: Tensor, like: Tensor) -> Tensor:
-    """Attention output [B, H, T, c] as an attention function returns it: [B, T, H, c] in the model's dtype."""
-    return output.transpose(1, 2).to(like.dtype).contiguous()
-
-
-def empty_cache(arguments: Iterable[Any]) -> bool:
-    """Whether a forward pass with these arguments starts a new sequence."""
-    cache = find_cache(arguments)
-    return cache is None or int(cache.get_seq_length()) == 0
-
-
-def find_cache(values: Any) -> Any | None:
-    """The transformers cache among these values, whatever its argument is called."""
-    from transformers.cache_utils import Cache
-
-    return next((value for value in values if isinstance(value, Cache)), None)
-
-
-def device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device

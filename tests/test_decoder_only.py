@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 import memstore
-from memstore.attachment import find_cache
 from memstore.errors import AttachError, WindowExceededError
 from memstore.reading.chat import chat_frame
+from memstore.reading.passes import find_cache
 from tests import tiny
 from tests.models import DECODERS, build, tokens
 

@@ -11,8 +11,8 @@ from tokenizers import normalizers
 from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from memstore.attachment import find_cache
 from memstore.errors import ConfigError, DamagedMemoryError, DocumentError, EncodingError, MemoryExistsError
+from memstore.reading.passes import find_cache
 from memstore.windows import plan
 from tests import tiny
 from tests.models import clone, tokens

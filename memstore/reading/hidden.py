@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from memstore.attachment import Attachment, TopK, checked_layers, device_of, empty_cache, find_cache, finish, restart
+from memstore.attachment import Attachment, TopK, restart
 from memstore.attention import (
     Partial,
     absorb_keys,
@@ -30,6 +30,7 @@ from memstore.indexes import new_index
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import readings
+from memstore.reading.passes import checked_layers, device_of, empty_cache, find_cache, finish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from memstore.attachment import Attachment, TopK, checked_layers, device_of, find_cache, finish, restart
+from memstore.attachment import Attachment, TopK, restart
 from memstore.attention import Partial, merge, normalise, ordinary_attention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
@@ -24,6 +24,7 @@ from memstore.provenance import readings
 from memstore.reading.chat import BETWEEN, chat_frame
 from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
 from memstore.reading.masks import equal_prompts, leading, own_mask, own_positions, padding_mask
+from memstore.reading.passes import checked_layers, device_of, find_cache, finish
 from memstore.reading.scouting import Scout
 from memstore.reading.selection import BLOCK, Span, choose_spans, num_blocks, span_width
 

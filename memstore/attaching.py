@@ -1,0 +1,72 @@
+"""Whether memories may be attached to a model, and attaching them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from memstore.attachment import Attachment
+from memstore.errors import AttachError, FingerprintMismatchError, FingerprintWarning
+from memstore.fingerprint import fingerprint, mismatches
+from memstore.memory import Memory
+from memstore.registry import adapter_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from memstore.interfaces import ModelAdapter
+
+
+def attach(
+    model: PreTrainedModel,
+    *memories: Memory,
+    rows: Sequence[Sequence[Memory]] | None = None,
+    strict: bool = True,
+    **options: Any,
+) -> Attachment:
+    """Bind memories to ``model``; read them inside ``with attach(...) as attached:``.
+
+    Several memories are one joint attention. ``rows`` gives every row of a batch its own list instead. ``strict=False``
+    turns a fingerprint mismatch into a FingerprintWarning. Further options are those of the kind of memory:
+    :class:`memstore.reading.hidden.HiddenAttachment` or :class:`memstore.reading.kv.KvAttachment`.
+
+    Raises UnsupportedModelError, FingerprintMismatchError, or AttachError for what cannot be attached together.
+    """
+    if (rows is None) == (not memories):
+        raise AttachError("Give at least one memory, or rows=[[…], …] with one list of memories for each batch row.")
+    lists = [list(memories)] if rows is None else [list(row) for row in rows]
+    if not lists or not all(lists):
+        raise AttachError("Every batch row needs at least one memory.")
+    for row in lists:
+        names = [memory.name for memory in row]
+        if len({memory.manifest.id for memory in row}) < len(row):
+            raise AttachError(f"A memory is attached twice to one row: {', '.join(names)}.")
+    adapter = adapter_for(model)(model)
+    for memory in {id(memory): memory for row in lists for memory in row}.values():
+        _check_fits(memory, adapter, strict)
+    attachment: Attachment = adapter.attachment(lists, **options)
+    return attachment
+
+
+def _check_fits(memory: Memory, adapter: ModelAdapter, strict: bool) -> None:
+    name = type(adapter.model).__name__
+    if memory.kind != adapter.kind or memory.manifest.parts != adapter.parts(_dtype(memory)):
+        raise FingerprintMismatchError(
+            f"Memory {memory.name!r} does not have the geometry of this {name}: it was written by "
+            f"{memory.fingerprint.get('model_class')} as kind {memory.kind!r}. Attach it to that model."
+        )
+    differing = mismatches(memory.fingerprint, fingerprint(adapter))
+    if not differing:
+        return
+    message = (
+        f"Memory {memory.name!r} was not written by this {name}. What differs: {'; '.join(differing)}. "
+        "Load the model that wrote it, or encode the document again with this one."
+    )
+    if strict:
+        raise FingerprintMismatchError(message)
+    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach
+
+
+def _dtype(memory: Memory) -> str:
+    return next(iter(memory.manifest.parts.values())).dtype

@@ -1,0 +1,42 @@
+"""What readers of all kinds ask of a forward pass and give back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from memstore.errors import AttachError
+
+
+def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]:
+    """The layers that read, None standing for all of ``depth``. Raises AttachError for none, and for one too many."""
+    every = range(depth)
+    if layers is None:
+        return frozenset(every)
+    if not isinstance(layers, Collection) or not layers or any(layer not in every for layer in layers):
+        raise AttachError(f"layers={layers!r} must list some of this decoder's layers, which are 0 to {depth - 1}.")
+    return frozenset(layers)
+
+
+def finish(output: Tensor, like: Tensor) -> Tensor:
+    """Attention output [B, H, T, c] as an attention function returns it: [B, T, H, c] in the model's dtype."""
+    return output.transpose(1, 2).to(like.dtype).contiguous()
+
+
+def empty_cache(arguments: Iterable[Any]) -> bool:
+    """Whether a forward pass with these arguments starts a new sequence."""
+    cache = find_cache(arguments)
+    return cache is None or int(cache.get_seq_length()) == 0
+
+
+def find_cache(values: Any) -> Any | None:
+    """The transformers cache among these values, whatever its argument is called."""
+    return next((value for value in values if isinstance(value, Cache)), None)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
