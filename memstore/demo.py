@@ -43,8 +43,7 @@ QUESTIONS = (
     Question("What did Boaz tell Ruth to dip her morsel in?", "vinegar"),
     Question("To which city was Jonah told to go?", "Nineveh"),
     Question("What did the king hold out to Esther?", "sceptre"),
-    Question("How many times hotter was the furnace heated?", "seven"),
-    Question("In which plain did Nebuchadnezzar set up the golden image?", "Dura"),
+    Question("How many weeks was Daniel mourning?", "three"),
 )
 
 
