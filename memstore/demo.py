@@ -61,10 +61,15 @@ def run(store: Path | None, as_json: bool) -> None:
             raise AssetError(f"The demo's process `{' '.join(command[1:])}` failed; its message stands above.")
 
 
+def _short(path: Path) -> str:
+    """The path as people write it, from their home folder."""
+    return str(Path("~") / path.relative_to(Path.home()) if path.is_relative_to(Path.home()) else path)
+
+
 def read(store: Path, console: Console) -> None:
     """The first process: read every book that the store does not hold yet."""
     path = assets.smollm2()
-    console.print(f"[bold]Process 1[/] reads {len(BOOKS)} books with SmolLM2-135M into {store}")
+    console.print(f"[bold]Process 1[/] reads {len(BOOKS)} books with SmolLM2-135M into {_short(store)}")
     model, tokenizer = load_model(str(path), "float32")
     with memstore.open(store) as library:
         for book in BOOKS:
