@@ -50,9 +50,10 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 def _auto_class(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
 
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
-    if config.model_type == "whisper":
+    if config.model_type in SPEECH:
         return AutoModelForSpeechSeq2Seq
     return AutoModelForSeq2SeqLM
