@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,13 +114,6 @@ with store.open(path) as library:
 print(dict(seen))
 assert all(seen[kind, "noticed"] for kind in ("header", "page", "cut", "garbage", "zero"))
 """
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Iterator[MemoryStore]:
-    opened = store.open(tmp_path / "library")
-    yield opened
-    opened.close()
 
 
 def flip(data: Path, position: int) -> None:

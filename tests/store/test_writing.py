@@ -53,13 +53,6 @@ with store.open(sys.argv[1]) as library:
 """
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> Iterator[MemoryStore]:
-    opened = store.open(tmp_path / "library")
-    yield opened
-    opened.close()
-
-
 def start(library: MemoryStore, blocks: int) -> MemoryWriter:
     writer = library.create(making.manifest(), making.document())
     writer.put_prefix({part: making.rows(part, 0, 3).data for part in ("large", "small")})

@@ -1,0 +1,146 @@
+"""Opening a store: what is one, in which format, and what may be read and written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgpack
+import pytest
+
+from memstore import store
+from memstore.catalog import FORMAT, SEALED, key
+from memstore.errors import (
+    FormatError,
+    ReadOnlyStoreError,
+    StoreError,
+    StoreNotFoundError,
+)
+from memstore.store import MemoryStore
+from tests.store import making
+
+
+def test_a_store_must_exist_to_be_read(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError, match='mode="a"'):
+        store.open(tmp_path / "missing", "r")
+    assert not (tmp_path / "missing").exists()
+    with pytest.raises(StoreNotFoundError):
+        store.open(tmp_path, "r")
+    with pytest.raises(ValueError, match="mode"):
+        store.open(tmp_path, "w")  # type: ignore[arg-type]
+
+
+def test_other_files_are_never_taken_for_a_store(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(StoreError, match="no store"):
+        store.open(tmp_path)
+    with pytest.raises(StoreError):
+        store.open(tmp_path / "thesis.txt")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        msgpack.packb({"format": "memstore", "major": 2, "minor": 0}),
+        msgpack.packb({"format": "another", "major": 1, "minor": 0}),
+        msgpack.packb([1]),
+        b"\xc1",
+        None,
+    ],
+)
+def test_an_unknown_format_is_refused(library: MemoryStore, record: bytes | None) -> None:
+    making.write(library)
+    library.records.commit({} if record is None else {FORMAT: record}, [FORMAT])
+    for mode in ("a", "r"):
+        with pytest.raises(FormatError):
+            store.open(library.path, mode)
+    making.check(library["esther"])
+
+
+def test_a_memory_of_a_newer_format_is_refused_and_the_others_are_not(library: MemoryStore) -> None:
+    making.write(library, "old")
+    memory = making.write(library, "new")
+    newer = memory.manifest.model_copy(update={"format_major": 2})
+    library.records.commit({key(SEALED, "new"): newer.pack()})
+    making.check(library["old"])
+    with pytest.raises(FormatError, match="'new' has format 2"):
+        library["new"]
+    with pytest.raises(FormatError, match="'new' has format 2"):
+        library.names()
+    del library["new"]
+    assert library.names() == ["old"]
+
+
+def test_a_read_only_folder_is_read(library: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    making.write(library)
+    library.close()
+    (library.path / "catalog" / "lock.mdb").unlink()
+    monkeypatch.setattr(os, "access", lambda path, kind: False)  # as for a user who may not write here
+    with store.open(library.path, "r") as reading:
+        making.check(reading["esther"])
+    assert sorted(entry.name for entry in (library.path / "catalog").iterdir()) == ["data.mdb"]
+
+
+def test_a_store_that_cannot_be_written_says_so_and_stays_readable(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library)
+    library.close()
+    open_ = lmdb.open
+
+    def read_only(*positional: Any, **keywords: Any) -> Any:
+        if not keywords.get("readonly"):
+            raise lmdb.ReadonlyError("open", errno.EROFS)
+        return open_(*positional, **keywords)
+
+    monkeypatch.setattr(lmdb, "open", read_only)
+    with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
+        store.open(library.path)
+    with store.open(library.path, "r") as reading:
+        with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
+            store.open(library.path)
+        making.check(reading["esther"])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write into read-only folders")
+def test_a_folder_without_write_permission(library: MemoryStore) -> None:
+    making.write(library)
+    library.close()
+    folders = [library.path, *(entry for entry in library.path.rglob("*"))]
+    for entry in folders:
+        entry.chmod(entry.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+    try:
+        with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
+            store.open(library.path)
+        with store.open(library.path, "r") as reading:
+            making.check(reading["esther"])
+    finally:
+        for entry in folders:
+            entry.chmod(entry.stat().st_mode | stat.S_IWUSR)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+@pytest.mark.parametrize("closed", [".", "catalog/data.mdb", "memories"])
+def test_what_must_not_be_read_is_not_said_to_be_read_only(library: MemoryStore, closed: str) -> None:
+    making.write(library)
+    library.close()
+    (library.path / closed).chmod(0)
+    try:
+        with pytest.raises(StoreError, match="cannot be read") as caught, store.open(library.path, "r") as reading:
+            reading["esther"].open()
+        assert not isinstance(caught.value, ReadOnlyStoreError)
+    finally:
+        (library.path / closed).chmod(0o755)
+
+
+@pytest.mark.parametrize("path", ["{}/loop", "a\0b", "x" * 5000])
+def test_a_path_that_no_store_can_have(tmp_path: Path, path: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for mode in ("a", "r"):
+        with pytest.raises(StoreError):
+            store.open(path.format(tmp_path), mode)
