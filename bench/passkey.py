@@ -178,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = run(args.length, args.trials, args.seed, Path(folder) / "store")
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"passkey-{args.length}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"passkey-{args.length}-seed{args.seed}.json").write_text(json.dumps(result, indent=1) + "\n")
     print({key: value for key, value in result.items() if key != "results"})
 
 
