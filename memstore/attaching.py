@@ -13,6 +13,7 @@ from memstore.memory import Memory
 from memstore.registry import adapter_for
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
     from transformers import PreTrainedModel
 
     from memstore.interfaces import ModelAdapter
@@ -43,20 +44,21 @@ def attach(
         if len({memory.manifest.id for memory in row}) < len(row):
             raise AttachError(f"A memory is attached twice to one row: {', '.join(names)}.")
     adapter = adapter_for(model)(model)
+    facts = fingerprint(adapter)
     for memory in {id(memory): memory for row in lists for memory in row}.values():
-        _check_fits(memory, adapter, strict)
+        _check_fits(memory, adapter, facts, strict)
     attachment: Attachment = adapter.attachment(lists, **options)
     return attachment
 
 
-def _check_fits(memory: Memory, adapter: ModelAdapter, strict: bool) -> None:
+def _check_fits(memory: Memory, adapter: ModelAdapter, facts: dict[str, JsonValue], strict: bool) -> None:
     name = type(adapter.model).__name__
     if memory.kind != adapter.kind or memory.manifest.parts != adapter.parts(_dtype(memory)):
         raise FingerprintMismatchError(
             f"Memory {memory.name!r} does not have the geometry of this {name}: it was written by "
             f"{memory.fingerprint.get('model_class')} as kind {memory.kind!r}. Attach it to that model."
         )
-    differing = mismatches(memory.fingerprint, fingerprint(adapter))
+    differing = mismatches(memory.fingerprint, facts)
     if not differing:
         return
     message = (

@@ -24,23 +24,17 @@ def model(request):
     return build(request.param)
 
 
-@pytest.fixture
-def store(tmp_path):
-    with memstore.open(tmp_path / "store") as store:
-        yield store
-
-
 def plain_logits(model, ids):
     with torch.no_grad():
         return model(input_ids=ids).logits
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_document_of_one_window_gives_the_plain_models_logits(model, store, implementation):
+def test_a_document_of_one_window_gives_the_plain_models_logits(model, library, implementation):
     document, prompt = tokens(60), tokens(9, seed=1, rows=1)
     model.set_attn_implementation(implementation)
     expected = plain_logits(model, torch.cat((document[None], prompt), dim=1))[:, 60:]
-    memory = store.encode(model, input_ids=document, name="doc")
+    memory = library.encode(model, input_ids=document, name="doc")
     with memstore.attach(model, memory):
         read = plain_logits(model, prompt)
     assert (read - expected).abs().max() < EXACT
@@ -48,9 +42,9 @@ def test_a_document_of_one_window_gives_the_plain_models_logits(model, store, im
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
-def test_greedy_and_beam_generation_is_identical(model, store, settings):
+def test_greedy_and_beam_generation_is_identical(model, library, settings):
     document, prompt = tokens(60), tokens(9, seed=1, rows=2)
-    memory = store.encode(model, input_ids=document, name="doc")
+    memory = library.encode(model, input_ids=document, name="doc")
     generate = {"max_new_tokens": 10, "do_sample": False, **settings}
     joined = torch.cat((document.expand(2, -1), prompt), dim=1)
     expected = model.generate(input_ids=joined, **generate)[:, joined.shape[1] :]
@@ -60,9 +54,9 @@ def test_greedy_and_beam_generation_is_identical(model, store, settings):
 
 
 @pytest.mark.parametrize("given_positions", [False, True])
-def test_left_padded_batches(model, store, given_positions):
+def test_left_padded_batches(model, library, given_positions):
     document, prompts, pads = tokens(60), tokens(9, seed=1, rows=3), (0, 2, 5)
-    memory = store.encode(model, input_ids=document, name="doc")
+    memory = library.encode(model, input_ids=document, name="doc")
     mask = torch.ones_like(prompts)
     for row, pad in enumerate(pads):
         prompts[row, :pad], mask[row, :pad] = 0, 0
@@ -77,9 +71,9 @@ def test_left_padded_batches(model, store, given_positions):
         assert torch.equal(written[row, 9 : 9 + len(expected)], expected)
 
 
-def test_rows_with_their_own_memories(model, store):
+def test_rows_with_their_own_memories(model, library):
     documents = [tokens(20 + 15 * i, seed=i) for i in range(2)]
-    memories = [store.encode(model, input_ids=document, name=str(i)) for i, document in enumerate(documents)]
+    memories = [library.encode(model, input_ids=document, name=str(i)) for i, document in enumerate(documents)]
     prompts = tokens(9, seed=7, rows=2)
     with memstore.attach(model, rows=[[memory] for memory in memories]):
         together = plain_logits(model, prompts)
@@ -92,9 +86,9 @@ def test_rows_with_their_own_memories(model, store):
         assert torch.equal(written[row, :ended], alone[0]) and set(written[row, ended:].tolist()) <= {0, 2}
 
 
-def test_everything_of_two_documents_at_once(model, store):
+def test_everything_of_two_documents_at_once(model, library):
     """Reading more than the budget chooses; top_k="all" does not, and then no scouting pass disturbs the result."""
-    memories = [store.encode(model, input_ids=tokens(150, seed=i), name=str(i), window=64) for i in range(2)]
+    memories = [library.encode(model, input_ids=tokens(150, seed=i), name=str(i), window=64) for i in range(2)]
     prompt = tokens(9, seed=7, rows=1)
     with memstore.attach(model, *memories, top_k="all"):
         everything = plain_logits(model, prompt)
@@ -104,8 +98,8 @@ def test_everything_of_two_documents_at_once(model, store):
         assert not torch.equal(plain_logits(model, prompt), everything)
 
 
-def test_scouted_generation_reads_its_budget_and_says_so(model, store):
-    memories = [store.encode(model, input_ids=tokens(200, seed=i), name=str(i), window=64) for i in range(2)]
+def test_scouted_generation_reads_its_budget_and_says_so(model, library):
+    memories = [library.encode(model, input_ids=tokens(200, seed=i), name=str(i), window=64) for i in range(2)]
     prompt = tokens(9, seed=7, rows=2)
     with memstore.attach(model, *memories, budget=128, explain=True) as attached:
         attached.generate(input_ids=prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
@@ -121,8 +115,8 @@ def test_scouted_generation_reads_its_budget_and_says_so(model, store):
         assert 0 < sum(r.mass for r in readings if (r.step, r.row, r.layer) == (step, row, layer)) < 1
 
 
-def test_a_cache_from_outside_is_refused(model, store):
-    memory = store.encode(model, input_ids=tokens(60), name="doc")
+def test_a_cache_from_outside_is_refused(model, library):
+    memory = library.encode(model, input_ids=tokens(60), name="doc")
     prompt = tokens(9, seed=1, rows=1)
     with torch.no_grad():
         cache = find_cache(model(input_ids=prompt, use_cache=True).values())
@@ -130,8 +124,8 @@ def test_a_cache_from_outside_is_refused(model, store):
             model(input_ids=prompt[:, :1], **{CACHE: cache})
 
 
-def test_the_native_window_is_never_exceeded_in_silence(model, store):
-    memory = store.encode(model, input_ids=tokens(500), name="doc", window=512)
+def test_the_native_window_is_never_exceeded_in_silence(model, library):
+    memory = library.encode(model, input_ids=tokens(500), name="doc", window=512)
     with memstore.attach(model, memory):
         plain_logits(model, tokens(12, rows=1))
         with pytest.raises(WindowExceededError, match="513 positions"):
@@ -140,10 +134,10 @@ def test_the_native_window_is_never_exceeded_in_silence(model, store):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("top_k", ["all", None])
-def test_padded_chats_read_like_each_alone(store, top_k, cache):
+def test_padded_chats_read_like_each_alone(library, top_k, cache):
     """The template's header is hidden in every row, wherever it begins, and padding asks nothing while scouting."""
     llama, tokenizer = tiny.llama(), tiny.tokenizer()
-    memory = store.encode(llama, tokenizer, "In the beginning was the word. " * 60, name="doc", window=512)
+    memory = library.encode(llama, tokenizer, "In the beginning was the word. " * 60, name="doc", window=512)
     assert memory.manifest.prefix_ids
     frame = chat_frame(tokenizer)
     chats = [

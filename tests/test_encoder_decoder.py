@@ -23,12 +23,6 @@ def model(request):
     return build(request.param)
 
 
-@pytest.fixture
-def store(tmp_path):
-    with memstore.open(tmp_path / "store") as store:
-        yield store
-
-
 def states(model, ids):
     with torch.no_grad():
         return model.get_encoder()(input_ids=ids[None]).last_hidden_state
@@ -40,11 +34,11 @@ def logits(model, encoder_outputs, decoder_ids):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_document_of_one_window_gives_the_plain_models_logits(model, store, implementation):
+def test_a_document_of_one_window_gives_the_plain_models_logits(model, library, implementation):
     document, answer = tokens(60), tokens(7, seed=1, rows=1)
     set_attention(model, implementation)
     expected = logits(model, BaseModelOutput(last_hidden_state=states(model, document)), answer)
-    memory = store.encode(model, input_ids=document, name="doc")
+    memory = library.encode(model, input_ids=document, name="doc")
     with memstore.attach(model, memory, top_k="all") as attached:
         read = logits(model, attached.empty_prompt(), answer)
     assert (read - expected).abs().max() < EXACT
@@ -52,21 +46,21 @@ def test_a_document_of_one_window_gives_the_plain_models_logits(model, store, im
 
 
 @pytest.mark.parametrize("beams", [1, 4])
-def test_generation_is_identical_from_the_first_token(model, store, beams):
+def test_generation_is_identical_from_the_first_token(model, library, beams):
     document = tokens(60)
     settings = {"max_new_tokens": 12, "num_beams": beams, "do_sample": False}
     expected = model.generate(encoder_outputs=BaseModelOutput(last_hidden_state=states(model, document)), **settings)
-    memory = store.encode(model, input_ids=document, name="doc")
+    memory = library.encode(model, input_ids=document, name="doc")
     with memstore.attach(model, memory, top_k="all") as attached:
         by_hand = model.generate(encoder_outputs=attached.empty_prompt(), **settings)
         assert torch.equal(attached.generate(**settings), expected)
     assert torch.equal(by_hand, expected)
 
 
-def test_a_document_of_five_windows_reads_like_its_kept_states(model, store):
+def test_a_document_of_five_windows_reads_like_its_kept_states(model, library):
     window = 32
     document = tokens(32 + 4 * 16 - 5)
-    memory = store.encode(model, input_ids=document, name="doc", window=window)
+    memory = library.encode(model, input_ids=document, name="doc", window=window)
     pieces = plan(len(document), memory.manifest.rule)
     assert len(pieces) == 5
     pieces_kept = [
@@ -82,22 +76,22 @@ def test_a_document_of_five_windows_reads_like_its_kept_states(model, store):
         assert (logits(model, attached.empty_prompt(), answer) - expected).abs().max() < EXACT
 
 
-def test_prompt_and_memories_are_one_softmax(model, store):
+def test_prompt_and_memories_are_one_softmax(model, library):
     """Equal to the plain model on the concatenated states, whatever the order of the documents."""
     prompt, one, two = tokens(20, seed=3), tokens(40, seed=4), tokens(50, seed=5)
     joined = torch.cat([states(model, ids) for ids in (prompt, one, two)], dim=1)
     answer = tokens(7, seed=1, rows=1)
     expected = logits(model, BaseModelOutput(last_hidden_state=joined), answer)
-    memories = [store.encode(model, input_ids=ids, name=name) for ids, name in ((one, "one"), (two, "two"))]
+    memories = [library.encode(model, input_ids=ids, name=name) for ids, name in ((one, "one"), (two, "two"))]
     for order in (memories, memories[::-1]):
         with memstore.attach(model, *order, top_k="all"), torch.no_grad():
             read = model(input_ids=prompt[None], decoder_input_ids=answer).logits
         assert (read - expected).abs().max() < EXACT
 
 
-def test_rows_with_their_own_memories(model, store):
+def test_rows_with_their_own_memories(model, library):
     """Each row reads its own documents, prompts of unequal length included."""
-    one, two, three = (store.encode(model, input_ids=tokens(30 + i, seed=i), name=str(i)) for i in range(3))
+    one, two, three = (library.encode(model, input_ids=tokens(30 + i, seed=i), name=str(i)) for i in range(3))
     answer = tokens(7, seed=1, rows=2)
     prompts = tokens(12, seed=9, rows=2)
     mask = torch.ones_like(prompts)
@@ -130,10 +124,10 @@ def keep_best(model, k):
 
 
 @pytest.mark.parametrize("k", [1, 7, 59])
-def test_top_k_reads_the_best_rows_of_each_head(model, store, k):
+def test_top_k_reads_the_best_rows_of_each_head(model, library, k):
     document, answer = tokens(60), tokens(7, seed=1, rows=1)
     set_attention(model, "sdpa")
-    memory = store.encode(model, input_ids=document, name="doc")
+    memory = library.encode(model, input_ids=document, name="doc")
     with memstore.attach(model, memory, top_k=k) as attached:
         read = logits(model, attached.empty_prompt(), answer)
     plain = BaseModelOutput(last_hidden_state=states(model, document))
@@ -144,17 +138,17 @@ def test_top_k_reads_the_best_rows_of_each_head(model, store, k):
     assert (read - expected).abs().max() < EXACT
 
 
-def test_half_precision_memory_stays_close(model, store):
+def test_half_precision_memory_stays_close(model, library):
     document, answer = tokens(60), tokens(7, seed=1, rows=1)
     expected = logits(model, BaseModelOutput(last_hidden_state=states(model, document)), answer)
-    memory = store.encode(model, input_ids=document, name="doc", dtype="bfloat16")
+    memory = library.encode(model, input_ids=document, name="doc", dtype="bfloat16")
     with memstore.attach(model, memory, top_k="all") as attached:
         error = (logits(model, attached.empty_prompt(), answer) - expected).abs().max()
     assert 0 < error < 0.05 * expected.abs().max()
 
 
-def test_provenance_adds_up_to_the_attention_used(model, store):
-    memories = [store.encode(model, input_ids=tokens(60, seed=i), name=f"doc{i}") for i in range(2)]
+def test_provenance_adds_up_to_the_attention_used(model, library):
+    memories = [library.encode(model, input_ids=tokens(60, seed=i), name=f"doc{i}") for i in range(2)]
     for top_k in ("all", 20):
         with memstore.attach(model, *memories, top_k=top_k, explain=True) as attached:
             attached.generate(max_new_tokens=4, min_new_tokens=4, do_sample=False)

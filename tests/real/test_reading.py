@@ -17,12 +17,6 @@ from tests.real.whisper import whisper_tiny_en
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture
-def store(tmp_path):
-    with memstore.open(tmp_path / "store") as store:
-        yield store
-
-
 @pytest.fixture(scope="module")
 def whisper():
     return WhisperForConditionalGeneration.from_pretrained(whisper_tiny_en()).eval()
@@ -42,14 +36,14 @@ def sound(whisper, seed):
 
 
 @pytest.mark.parametrize("windows", [1, 3])
-def test_whisper_reads_stored_sound(whisper, store, windows):
+def test_whisper_reads_stored_sound(whisper, library, windows):
     features = torch.cat([sound(whisper, seed) for seed in range(windows)])
     with torch.no_grad():
         heard = whisper.get_encoder()(features).last_hidden_state
         heard = BaseModelOutput(last_hidden_state=heard.reshape(1, -1, heard.shape[-1]))
         start = torch.tensor([[50257, 50362, 1107, 11]])
         expected = whisper(encoder_outputs=heard, decoder_input_ids=start).logits
-        memory = store.encode(whisper, input_features=features, name="sound")
+        memory = library.encode(whisper, input_features=features, name="sound")
         assert memory.num_tokens == 1500 * windows
         with memstore.attach(whisper, memory, top_k="all") as attached:
             read = whisper(encoder_outputs=attached.empty_prompt(), decoder_input_ids=start).logits
@@ -57,20 +51,20 @@ def test_whisper_reads_stored_sound(whisper, store, windows):
 
 
 @pytest.mark.parametrize("beams", [1, 4])
-def test_whisper_generates_the_same(whisper, store, beams):
+def test_whisper_generates_the_same(whisper, library, beams):
     features = sound(whisper, 0)
     settings = {"max_new_tokens": 12, "num_beams": beams, "do_sample": False}
     expected = whisper.generate(features, **settings)
-    memory = store.encode(whisper, input_features=features, name="sound")
+    memory = library.encode(whisper, input_features=features, name="sound")
     with memstore.attach(whisper, memory, top_k="all") as attached:
         assert torch.equal(whisper.generate(encoder_outputs=attached.empty_prompt(), **settings), expected)
 
 
-def test_smollm2_reads_a_short_document_exactly(smollm2, store):
+def test_smollm2_reads_a_short_document_exactly(smollm2, library):
     model, tokenizer = smollm2
     document = assets.book_text("Ruth")[0][:1500]
     prompt = tokenizer("\n\nThe name of the mother in law was", return_tensors="pt").input_ids
-    memory = store.encode(model, tokenizer, document, name="ruth")
+    memory = library.encode(model, tokenizer, document, name="ruth")
     ids = torch.tensor(tokenizer(document).input_ids)[None]
     joined = torch.cat((ids, prompt), dim=1)
     with torch.no_grad():
@@ -83,11 +77,11 @@ def test_smollm2_reads_a_short_document_exactly(smollm2, store):
     assert torch.equal(answer, written)
 
 
-def test_smollm2_reads_for_prompts_of_unequal_length(smollm2: Any, store: MemoryStore) -> None:
+def test_smollm2_reads_for_prompts_of_unequal_length(smollm2: Any, library: MemoryStore) -> None:
     """Left-padded rows answer as each would alone, and as the plain model does on document and prompt."""
     model, tokenizer = smollm2
     document = assets.book_text("Jonah")[0][:1200]
-    memory = store.encode(model, tokenizer, document, name="jonah")
+    memory = library.encode(model, tokenizer, document, name="jonah")
     prompts = ["\n\nThe son of Amittai was", "\n\nThis is a story. In this story the city, to which he was sent, was"]
     tokenizer.padding_side = "left"
     batch = tokenizer(prompts, return_tensors="pt", padding=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import lmdb
 import lmdb.verify
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -124,7 +125,6 @@ def test_sealed_records_read_as_written_and_as_lmdb_reads_them(
 
 
 def test_values_are_aligned_and_views_outlive_the_reader(records: LmdbRecords) -> None:
-    numpy = pytest.importorskip("numpy")
     sizes = [0, 1, 15, 500, 1999, 2000, 2048, 4080, 4081, 100_000]
     writer = records.writer(ID, 1 << 20)
     writer.put({b"%d" % size: bytes(range(256)) * (size // 256) + bytes(size % 256) for size in sizes})
@@ -133,7 +133,7 @@ def test_values_are_aligned_and_views_outlive_the_reader(records: LmdbRecords) -
     for size, view in views.items():
         assert len(view) == size
         if size:
-            assert numpy.frombuffer(view, numpy.uint8).ctypes.data % 16 == 0
+            assert np.frombuffer(view, np.uint8).ctypes.data % 16 == 0
     with pytest.raises(DamagedMemoryError, match="lacks"):
         reader.get(b"missing")
     with pytest.raises(StoreInUseError):
