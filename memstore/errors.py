@@ -65,7 +65,11 @@ class MemoryExistsError(StoreError):
     """Another document or model already has this name. Remove it first or choose another name."""
 
 
-class MemoryBusyError(StoreError):
+class StoreBusyError(StoreError):
+    """Another process is changing the same thing. Wait for it and repeat."""
+
+
+class MemoryBusyError(StoreBusyError):
     """Another process is encoding under this name. Wait for it or choose another name."""
 
 
@@ -85,6 +89,10 @@ class FingerprintWarning(UserWarning):
     """The same as :class:`FingerprintMismatchError`, when ``strict=False`` asked to read the memory all the same."""
 
 
+class IndexNotice(UserWarning):
+    """An index had to be built: it was missing, its file was damaged, or its options had changed. Nothing is lost."""
+
+
 class AttachError(MemstoreError):
     """Memories cannot be attached to this model as asked."""
 
@@ -99,6 +107,11 @@ class HookError(AttachError):
 
 class QueryError(MemstoreError):
     """A search was asked with a wrong ``k``, dimension or dtype, or with values that are not finite."""
+
+
+class IndexBuildError(MemstoreError):
+    """Keys cannot be indexed as asked: there are none, they differ in shape, are not finite, or an option does not fit
+    their number. The message says which."""
 
 
 class AssetError(MemstoreError):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 Mode = Literal["a", "r"]
 
+BLOCK_SEARCH = 1024  # keys that an index which does not score every key is asked for to rank blocks
+
 
 class Options(BaseModel):
     """The options a plugin accepts. Unknown keys are an error, so that a typing mistake never passes in silence."""
@@ -30,32 +32,64 @@ class Options(BaseModel):
 
 
 class VectorIndex(ABC):
-    """Maximum-inner-product search over the keys of one memory.
+    """Maximum-inner-product search over keys [n, d], of which each has an id 0 … n-1.
 
-    Higher scores are better and come first. Where fewer than ``k`` keys exist, the empty slots hold id -1 and
-    score -inf.
+    A memory of encoder states has one index, one of keys and values has one for every layer and key-value head. Higher
+    scores are better and come first. Where fewer than ``k`` keys are found, the empty slots hold id -1 and score -inf.
     """
 
     Options: ClassVar[type[BaseModel]] = Options
+    tunable: ClassVar[Mapping[str, Sequence[int]]] = {}
+    """Options that change a search and nothing that is built, each with values worth trying, cheapest first."""
+
+    num_keys: int  # n and d, set by build
+    width: int
 
     def __init__(self, options: BaseModel | None = None) -> None:
         self.options = options if options is not None else type(self).Options()
 
     @abstractmethod
     def build(self, blocks: Sequence[torch.Tensor]) -> None:
-        """Index the keys: blocks of shape [n_i, d], one dtype, in the order of the ids 0 … n-1.
+        """Index the keys: blocks of shape [n_i, d], one dtype, in the order of their ids.
 
         A block may be a view of the store's mapped file: an index that keeps it must not write to it, and lives no
-        longer than the open memory.
+        longer than the open memory. Raises :class:`memstore.errors.IndexBuildError` for keys or options that do not
+        fit; :func:`memstore.vectors.checked_keys` finds what is wrong with keys.
         """
 
     @abstractmethod
     def search(self, queries: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Best ``k`` keys of every query by inner product.
 
-        queries: [m, d], float32, float16 or bfloat16. Returns scores [m, k] float32 and ids [m, k] int64.
-        Raises :class:`memstore.errors.QueryError` for a wrong ``k``, dimension or dtype, or values not finite.
+        queries: [m, d], float32, float16 or bfloat16. Returns scores [m, k] float32 and ids [m, k] int64, on the device
+        of the queries. Raises :class:`memstore.errors.QueryError` for a wrong ``k``, dimension or dtype, or values not
+        finite; :func:`memstore.vectors.checked_queries` finds what is wrong.
         """
+
+    def block_maxima(self, queries: torch.Tensor, size: int) -> torch.Tensor:
+        """The best score in each block of ``size`` successive ids: [m, ceil(n / size)] float32.
+
+        -inf for a block of which nothing is found among the best ``BLOCK_SEARCH`` keys; an index that scores every key
+        anyway should answer for every block.
+        """
+        import torch
+
+        scores, ids = self.search(queries, min(BLOCK_SEARCH, self.num_keys))
+        best = scores.new_full((len(queries), -(-self.num_keys // size)), -torch.inf)
+        return best.scatter_reduce(1, ids.clamp_min(0) // size, scores, "amax")
+
+
+class SavedIndex(VectorIndex):
+    """An index that costs enough to build to be kept in a file of the store, from which it is loaded later."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write all that :meth:`load` needs to one new file. Let OSError pass, which the store explains."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Become the index that was saved, built with equal options but for the tunable ones. The store has checked
+        that the file holds the bytes that were saved. Sets ``num_keys`` and ``width``."""
 
 
 class RecordReader(ABC):
@@ -99,10 +133,20 @@ class RecordWriter(ABC):
     def close(self) -> None: ...
 
 
+class Lock(ABC):
+    """A lock that is held."""
+
+    @abstractmethod
+    def release(self, discard: bool = False) -> None:
+        """Let the next one in. ``discard``: nobody will ask for this name again, so nothing of it need remain."""
+
+
 class RecordStore(ABC):
     """Where a store keeps its bytes: one small catalog, and one write-once set of records per memory."""
 
     Options: ClassVar[type[BaseModel]] = Options
+    persistent: ClassVar[bool] = True
+    """Whether what was written is there in a later process."""
 
     def __init__(self, path: Path, mode: Mode, options: BaseModel | None = None) -> None:
         self.path, self.mode = path, mode
@@ -136,6 +180,19 @@ class RecordStore(ABC):
     @abstractmethod
     def delete(self, memory_id: str) -> None:
         """Give the space back. A reader that has them open keeps reading."""
+
+    @abstractmethod
+    def folder(self, memory_id: str) -> Path | None:
+        """An existing folder for files that are kept beside the records of a sealed memory and go with them, or None
+        where nothing is kept on disk or the store is read-only for want of permission."""
+
+    @abstractmethod
+    def lock(self, name: str, wait: bool) -> Lock:
+        """Acquire the lock ``name`` ([0-9a-z-]+) among all processes that use this store. It is released with its
+        process, in whatever way that ends.
+
+        Raises StoreBusyError if another holds it and ``wait`` is false.
+        """
 
     @abstractmethod
     def memory_ids(self) -> list[str]:

@@ -7,11 +7,7 @@ commit. A removal puts a tombstone in the place of the manifest, which goes when
 from __future__ import annotations
 
 import contextlib
-import errno
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import filelock
 
 from memstore.catalog import PENDING, SEALED, TOMBSTONE, is_name, key
 from memstore.errors import (
@@ -20,10 +16,10 @@ from memstore.errors import (
     FormatError,
     MemoryBusyError,
     MemoryExistsError,
+    StoreBusyError,
     StoreError,
-    StoreFullError,
 )
-from memstore.interfaces import RecordStore
+from memstore.interfaces import Lock, RecordStore
 from memstore.manifest import Manifest
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
@@ -56,7 +52,7 @@ def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWrit
         except BaseException:
             lock.release()
             raise
-        _discard(lock)  # another process was faster: look again
+        lock.release(discard=True)  # another process was faster: look again
 
 
 def drop(records: RecordStore, name: str) -> bool:
@@ -78,7 +74,7 @@ def drop(records: RecordStore, name: str) -> bool:
     except BaseException:
         lock.release()
         raise
-    _discard(lock)
+    lock.release(discard=True)
     return dropped or drop(records, name)  # if another process was faster: look again
 
 
@@ -107,9 +103,7 @@ def _bury(records: RecordStore, tombstone: bytes) -> None:
     records.commit({}, [tombstone])
 
 
-def _writer(
-    store: MemoryStore, manifest: Manifest, packed: bytes, document: Document, lock: filelock.BaseFileLock
-) -> MemoryWriter:
+def _writer(store: MemoryStore, manifest: Manifest, packed: bytes, document: Document, lock: Lock) -> MemoryWriter:
     records = store.records
     capacity = manifest.vector_bytes + 128 * (manifest.num_blocks + 1) * len(manifest.parts)
     capacity += 4 * len(document.text or "") + 12 * manifest.num_tokens + 4096
@@ -119,7 +113,7 @@ def _writer(
         expect = {pending_key: packed, sealed_key: None}
         if not records.commit({sealed_key: sealed.pack()}, [pending_key], expect):
             raise StoreError(f"Memory {manifest.name!r} was removed while it was being written.")
-        _discard(lock)
+        lock.release(discard=True)
         return Memory(store, sealed)
 
     try:
@@ -162,25 +156,11 @@ def _same(pending: Manifest, draft: Manifest) -> bool:
     return pending.model_dump(exclude=own) == draft.model_dump(exclude=own)
 
 
-def _acquire(records: RecordStore, manifest: Manifest) -> filelock.BaseFileLock:
-    """The lock of a memory's one writer. The system releases it when the process ends, in whatever way."""
-    path = records.path / "locks" / f"{manifest.id}.lock"
-    lock = filelock.FileLock(path, timeout=0, thread_local=False)
+def _acquire(records: RecordStore, manifest: Manifest) -> Lock:
+    """The lock of a memory's one writer."""
     try:
-        path.parent.mkdir(exist_ok=True)
-        lock.acquire()
-    except filelock.Timeout as error:
+        return records.lock(manifest.id, wait=False)
+    except StoreBusyError as error:
         raise MemoryBusyError(
             f"Another process is encoding {manifest.name!r}. Wait for it, or choose another name."
         ) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreFullError(f"The disk that holds {records.path} is full. Free some space and repeat.") from error
-        raise StoreError(f"{path} cannot be locked: {error}") from error
-    return lock
-
-
-def _discard(lock: filelock.BaseFileLock) -> None:
-    # Who has opened the file before it goes finds, once it holds the lock, that the pending manifest has changed.
-    Path(lock.lock_file).unlink(missing_ok=True)
-    lock.release()

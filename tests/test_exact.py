@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import ConfigError, QueryError
+from memstore.errors import ConfigError, IndexBuildError, QueryError
 from memstore.indexes import new_index
 from memstore_backends import exact
 from memstore_backends.exact import ExactIndex
@@ -105,7 +105,7 @@ def test_the_index_holds_the_blocks_of_the_store_and_no_copy(tmp_path):
 
 @pytest.mark.parametrize("blocks", [[], [torch.empty(0, WIDTH)], [random(3), torch.empty(0, WIDTH)]])
 def test_an_index_without_keys_is_refused(blocks):
-    with pytest.raises(QueryError, match="at least one key"):
+    with pytest.raises(IndexBuildError, match="at least one key"):
         built(blocks)
 
 
@@ -126,7 +126,7 @@ def test_a_wrong_k_is_refused(k):
         (torch.full((2, WIDTH), torch.nan), "finite"),
         (torch.full((2, WIDTH), -torch.inf), "finite"),
     ],
-    ids=str,
+    ids=["width", "flat", "deep", "double", "whole", "nan", "infinite"],
 )
 def test_wrong_queries_are_refused(queries, message):
     with pytest.raises(QueryError, match=message):
@@ -144,7 +144,7 @@ def test_wrong_queries_are_refused(queries, message):
     ids=["flat", "widths", "dtypes", "double"],
 )
 def test_wrong_keys_are_refused(blocks):
-    with pytest.raises(QueryError, match="one width and one dtype.*these are \\[n, .*float"):
+    with pytest.raises(IndexBuildError, match="one width and one dtype.*these are \\[n, .*float"):
         built(blocks)
 
 

@@ -9,36 +9,37 @@ from torch import Tensor
 
 from memstore.errors import QueryError
 from memstore.interfaces import VectorIndex
+from memstore.vectors import checked_keys, checked_queries, padded
 
 QUERIES = 1024  # scored at once, so that a long prompt never needs a matrix of all queries against all keys
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ExactIndex(VectorIndex):
     """Every key is scored, in the dtype it is stored in; on the CPU, bfloat16 keys halve the traffic that bounds it."""
 
     def build(self, blocks: Sequence[Tensor]) -> None:
-        if not blocks or not all(len(block) for block in blocks):
-            raise QueryError("An index needs at least one key.")
-        kinds = {(tuple(block.shape[1:]), block.dtype) for block in blocks}
-        if len(kinds) > 1 or blocks[0].dim() != 2 or blocks[0].dtype not in DTYPES:
-            raise QueryError(
-                "Keys must be blocks [n, d] of one width and one dtype, float32, float16 or bfloat16; these are "
-                f"{', '.join(f'[n, *{list(shape)}] {dtype}' for shape, dtype in sorted(kinds, key=str))}."
-            )
+        self.num_keys, self.width = checked_keys(blocks)
         self.blocks = list(blocks)
-        self.width = self.blocks[0].shape[1]
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise QueryError(f"k={k!r} must be a whole number of at least 1.")
-        if queries.dim() != 2 or queries.shape[1] != self.width:
-            raise QueryError(f"Queries have shape {tuple(queries.shape)}; this index holds keys of width {self.width}.")
-        if queries.dtype not in DTYPES or not queries.isfinite().all():
-            raise QueryError(f"Queries must be finite float32, float16 or bfloat16 numbers (they are {queries.dtype}).")
-        found = [self._search(chunk.float(), k) for chunk in queries.split(QUERIES)]
+        found = [self._search(chunk, k) for chunk in checked_queries(queries, self.width, k).split(QUERIES)]
         scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
-        return scores, ids
+        if not scores.isfinite().all():  # looked for here, because building reads no key
+            raise QueryError("The keys of this index are not finite numbers: some are NaN or infinite.")
+        return padded(scores, ids, k)
+
+    def block_maxima(self, queries: Tensor, size: int) -> Tensor:
+        checked = checked_queries(queries, self.width, 1)
+        best = checked.new_full((len(checked), -(-self.num_keys // size)), -torch.inf)
+        start = 0
+        for block in self.blocks:
+            keys = block.float().T
+            first, last = start // size, -(-(start + len(block)) // size)
+            for rows, chunk in zip(best.split(QUERIES), checked.split(QUERIES), strict=True):
+                seen = rows[:, first:last]
+                torch.maximum(seen, _maxima(chunk @ keys, start % size, size), out=seen)
+            start += len(block)
+        return best
 
     def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         dtype = self.blocks[0].dtype
@@ -56,8 +57,11 @@ class ExactIndex(VectorIndex):
             best = scores_both.topk(min(k, scores_both.shape[1]), dim=1)
             best_scores, best_ids = best.values, ids_both.gather(1, best.indices)
             start += len(block)
-        missing = k - best_scores.shape[1]
-        if missing > 0:
-            best_scores = torch.nn.functional.pad(best_scores, (0, missing), value=-torch.inf)
-            best_ids = torch.nn.functional.pad(best_ids, (0, missing), value=-1)
         return best_scores, best_ids
+
+
+def _maxima(scores: Tensor, skip: int, size: int) -> Tensor:
+    """[m, n] -> [m, blocks]: the best of each block of ``size``; the first lacks ``skip`` scores, the last may too."""
+    missing = (skip, -(skip + scores.shape[1]) % size)
+    scores = torch.nn.functional.pad(scores, missing, value=-torch.inf) if any(missing) else scores
+    return scores.view(len(scores), -1, size).amax(-1)

@@ -1,7 +1,8 @@
 """Records in LMDB: one environment for the catalog, one write-once environment per memory.
 
     <store>/catalog/data.mdb            names, manifests; its map is CATALOG_MAP bytes of address space, never resized
-    <store>/memories/<id>/data.mdb      the records of one memory
+    <store>/memories/<id>/data.mdb      the records of one memory; its indexes lie beside it
+    <store>/locks/                      who is writing what
 
 **No view can outlive its memory map.** liblmdb unmaps a closed environment whatever still points into it, and it ends
 the process when it meets a damaged page. So it only writes a memory; a sealed one is mapped by Python's own ``mmap``,
@@ -23,10 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import filelock
 import lmdb
 
-from memstore.errors import DamagedMemoryError, StoreError, StoreInUseError, StoreNotFoundError
-from memstore.interfaces import Buffer, Mode, Options, RecordReader, RecordStore, RecordWriter
+from memstore.errors import DamagedMemoryError, StoreBusyError, StoreError, StoreInUseError, StoreNotFoundError
+from memstore.interfaces import Buffer, Lock, Mode, Options, RecordReader, RecordStore, RecordWriter
 from memstore_backends.lmdb_catalog import Catalog, translated
 from memstore_backends.lmdb_pages import Layout, PageError, scan
 
@@ -89,6 +91,13 @@ class LmdbRecords(RecordStore):
                 except FileNotFoundError:  # another process is removing it too
                     shutil.rmtree(folder, ignore_errors=True)
 
+    def folder(self, memory_id: str) -> Path | None:
+        folder = self._memories / memory_id
+        return folder if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) else None
+
+    def lock(self, name: str, wait: bool) -> Lock:
+        return FileLock(self.path / "locks" / f"{name}.lock", wait)
+
     def memory_ids(self) -> list[str]:
         with translated(self._memories):
             folders = self._memories.iterdir() if self._memories.exists() else []
@@ -105,6 +114,24 @@ class LmdbRecords(RecordStore):
         if self._catalog is None:
             raise StoreError(f"The store {self.path} has been closed. Open it again with memstore.open().")
         return self._catalog
+
+
+class FileLock(Lock):
+    """A lock that the system releases when the process ends, in whatever way."""
+
+    def __init__(self, path: Path, wait: bool) -> None:
+        self._lock = filelock.FileLock(path, timeout=-1 if wait else 0, thread_local=False)
+        with translated(path):
+            path.parent.mkdir(exist_ok=True)
+            try:
+                self._lock.acquire()
+            except filelock.Timeout as error:
+                raise StoreBusyError(f"Another process holds {path}. Wait for it and repeat.") from error
+
+    def release(self, discard: bool = False) -> None:
+        if discard:  # while it is held: who waits for this file finds, once it holds it, that all is done
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
 
 
 class _Writer(RecordWriter):

@@ -1,0 +1,56 @@
+"""What keys and queries must be, for every index alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from memstore.errors import IndexBuildError, QueryError
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def checked_keys(blocks: Sequence[Tensor]) -> tuple[int, int]:
+    """n and d of keys given in blocks [n_i, d]. Reads none of them.
+
+    Raises IndexBuildError if there is no key, or they are not of one width and one dtype that a memory may have.
+    """
+    if not blocks or not all(len(block) for block in blocks):
+        raise IndexBuildError("An index needs at least one key.")
+    kinds = {(tuple(block.shape[1:]), block.dtype) for block in blocks}
+    if len(kinds) > 1 or blocks[0].dim() != 2 or not blocks[0].shape[1] or blocks[0].dtype not in DTYPES:
+        raise IndexBuildError(
+            "Keys must be blocks [n, d] of one width and one dtype, float32, float16 or bfloat16; these are "
+            f"{', '.join(f'[n, *{list(shape)}] {dtype}' for shape, dtype in sorted(kinds, key=str))}."
+        )
+    return sum(map(len, blocks)), blocks[0].shape[1]
+
+
+def check_finite(block: Tensor) -> None:
+    """Raises IndexBuildError if one of these keys is NaN or infinite."""
+    if not block.isfinite().all():
+        raise IndexBuildError("Keys must be finite numbers, and some of these are NaN or infinite.")
+
+
+def checked_queries(queries: Tensor, width: int, k: int) -> Tensor:
+    """The queries [m, d] as float32.
+
+    Raises QueryError for a ``k`` that is no whole number of at least 1, another width than that of the keys, another
+    dtype than float32, float16 or bfloat16, or values that are not finite.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise QueryError(f"k={k!r} must be a whole number of at least 1.")
+    if queries.dim() != 2 or queries.shape[1] != width:
+        raise QueryError(f"Queries have shape {tuple(queries.shape)}; this index holds keys of width {width}.")
+    if queries.dtype not in DTYPES or not queries.isfinite().all():
+        raise QueryError(f"Queries must be finite float32, float16 or bfloat16 numbers (they are {queries.dtype}).")
+    return queries.float()
+
+
+def padded(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Results [m, j] widened to [m, k] by empty slots: score -inf, id -1."""
+    missing = max(0, k - scores.shape[1])
+    return pad(scores, (0, missing), value=-torch.inf), pad(ids, (0, missing), value=-1)
