@@ -1,4 +1,4 @@
-"""The records of a store's catalog: its format, a manifest per memory, complete or in progress, tombstones."""
+"""The records of a store's catalog: its format, a manifest per memory, complete or in progress, tombstones, indexes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR
 FORMAT = b"format"
 SEALED, PENDING = b"m", b"p"  # + a hash of the name: a manifest
 TOMBSTONE = b"t"  # + an id whose space is to be given back
+INDEX = b"i"  # + an id and a hash of a backend's name: an index of that memory
 
 
 def is_name(name: object) -> TypeGuard[str]:

@@ -74,8 +74,11 @@ class Config:
         except ValidationError as error:
             raise self._explain(error, Settings) from error
 
-    def index(self, backend: str | None = None) -> VectorIndex:
-        """A new index of the named backend, or of the configured one with its configured options.
+    def index_plugin(
+        self, backend: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, type[VectorIndex], BaseModel]:
+        """The name and class of the backend named here, or of the configured one, and its options: those configured for
+        it, overridden by those given here.
 
         Raises ConfigError for a wrong setting, PluginError when the backend named here cannot be loaded.
         """
@@ -84,12 +87,16 @@ class Config:
             plugin = self._plugin("index.backend", configured.backend, VectorIndex)
         else:
             plugin = registry.load(registry.BACKENDS, backend, VectorIndex)
-        options = configured.options if backend in (None, configured.backend) else {}
+        chosen = dict(configured.options) if backend in (None, configured.backend) else {}
         try:
-            index: VectorIndex = plugin(plugin.Options.model_validate(options))
+            return backend or configured.backend, plugin, plugin.Options.model_validate(chosen | dict(options or {}))
         except ValidationError as error:
             raise self._explain(error, plugin.Options, "index.options") from error
-        return index
+
+    def index(self, backend: str | None = None) -> VectorIndex:
+        """A new, empty index. Raises what :meth:`index_plugin` raises."""
+        _, plugin, options = self.index_plugin(backend)
+        return plugin(options)
 
     def records(self) -> str:
         """The name of the configured record backend. Raises ConfigError when it cannot be loaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -82,6 +82,9 @@ class VectorIndex(ABC):
 class SavedIndex(VectorIndex):
     """An index that costs enough to build to be kept in a file of the store, from which it is loaded later."""
 
+    unsaved: ClassVar[frozenset[str]] = frozenset()
+    """Options beside the tunable ones that change nothing in the file, such as the device."""
+
     @abstractmethod
     def save(self, path: Path) -> None:
         """Write all that :meth:`load` needs to one new file. Let OSError pass, which the store explains."""
@@ -134,7 +137,13 @@ class RecordWriter(ABC):
 
 
 class Lock(ABC):
-    """A lock that is held."""
+    """A lock that is held; a context manager, which releases it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     @abstractmethod
     def release(self, discard: bool = False) -> None:
@@ -183,8 +192,8 @@ class RecordStore(ABC):
 
     @abstractmethod
     def folder(self, memory_id: str) -> Path | None:
-        """An existing folder for files that are kept beside the records of a sealed memory and go with them, or None
-        where nothing is kept on disk or the store is read-only for want of permission."""
+        """The folder for files that are kept beside the records of a sealed memory and go with them; None if this
+        record store keeps nothing on disk, or nothing of this memory."""
 
     @abstractmethod
     def lock(self, name: str, wait: bool) -> Lock:

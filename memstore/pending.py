@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from memstore.catalog import PENDING, SEALED, TOMBSTONE, is_name, key
+from memstore.catalog import INDEX, PENDING, SEALED, TOMBSTONE, is_name, key
 from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
@@ -99,8 +99,10 @@ def reclaim(records: RecordStore) -> None:
 
 
 def _bury(records: RecordStore, tombstone: bytes) -> None:
-    records.delete(tombstone[len(TOMBSTONE) :].decode())
-    records.commit({}, [tombstone])
+    memory_id = tombstone[len(TOMBSTONE) :]
+    records.delete(memory_id.decode())
+    indexes = [index for index, _ in records.items(INDEX + memory_id)]
+    records.commit({}, [tombstone, *indexes])
 
 
 def _writer(store: MemoryStore, manifest: Manifest, packed: bytes, document: Document, lock: Lock) -> MemoryWriter:

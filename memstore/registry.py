@@ -36,17 +36,17 @@ def plugins(group: str | None = None) -> list[PluginInfo]:
     return [_info(entry) for each in groups for entry in _entries(each).values()]
 
 
+def info(group: str, name: str) -> PluginInfo:
+    """What is known of one plugin without importing it. Raises PluginError when the name is unknown."""
+    return _info(_entry(group, name))
+
+
 def load(group: str, name: str, base: type | None = None) -> type[Any]:
     """Import a plugin and return its class, which must derive from ``base`` if that is given.
 
     Raises PluginError when the name is unknown, defined twice, cannot be imported, or is of another kind.
     """
-    known = _entries(group)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise PluginError(f"No plugin of {group} is named {name!r}.{hint} Installed: {', '.join(known) or 'none'}.")
-    loaded = _import(known[name])
+    loaded = _import(_entry(group, name))
     if base is not None and not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise PluginError(f"Plugin {name!r} of {group} is no {base.__name__}, so it cannot be used as one.")
     return loaded
@@ -81,6 +81,15 @@ def adapter_for(model: Any) -> type[Any]:
             " ".join([f"No adapter knows model_type {model_type!r}. Supported: {known}.", *broken])
         )
     return claims.popitem()[1]
+
+
+def _entry(group: str, name: str) -> EntryPoint:
+    known = _entries(group)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise PluginError(f"No plugin of {group} is named {name!r}.{hint} Installed: {', '.join(known) or 'none'}.")
+    return known[name]
 
 
 def _entries(group: str) -> dict[str, EntryPoint]:

@@ -18,6 +18,7 @@ from memstore.errors import (
     StoreError,
     StoreInUseError,
 )
+from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import Mode, RecordReader, RecordStore
 from memstore.manifest import Manifest
 from memstore.memory import Document, Memory
@@ -157,6 +158,19 @@ class MemoryStore:
             progress=progress,
         )
         return memory
+
+    def reindex(
+        self, name: str, backend: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, IndexRecord | None]:
+        """Build an index of a memory without encoding anything: see :func:`memstore.indexes.reindex`."""
+        from memstore.indexes import reindex
+
+        self._check_writable()
+        return reindex(self[name], backend, options)
+
+    def indexes(self, name: str) -> list[IndexRecord]:
+        """The indexes that are kept of a memory, by backend. Raises MemoryNotFoundError."""
+        return all_records(self.records, self[name].manifest.id)
 
     def verify(self, name: str | None = None) -> list[VerifyResult]:
         """Check every byte of one memory, or of all, in another process, which damage may crash.

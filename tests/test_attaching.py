@@ -78,7 +78,7 @@ WRONG: list[tuple[list[str], dict[str, Any], type[Exception], str]] = [
     (FAMILIES, {"top_k": "some"}, AttachError, "top_k='some'"),
     (FAMILIES, {"top_k": 2.5}, AttachError, "top_k=2.5"),
     (DECODER_ONLY, {"top_k": 8}, AttachError, "budget="),
-    (DECODER_ONLY, {"index": "exact"}, AttachError, "without an index"),
+    (FAMILIES, {"index": "exakt"}, PluginError, "Did you mean 'exact'"),
     (DECODER_ONLY, {"budget": 63}, AttachError, "at least 64"),
     (DECODER_ONLY, {"budget": 0}, AttachError, "at least 64"),
     (DECODER_ONLY, {"budget": 100.5}, AttachError, "budget=100.5"),

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import memstore
+from memstore.config import load as load_config
 from memstore.errors import ConfigError, IndexBuildError, QueryError
-from memstore.indexes import new_index
+from memstore.indexes import open_index
 from memstore_backends import exact
 from memstore_backends.exact import ExactIndex
 from tests.models import build, tokens
@@ -93,9 +94,8 @@ def test_the_index_holds_the_blocks_of_the_store_and_no_copy(tmp_path):
         memory = library.encode(build("bart"), input_ids=tokens(300), name="doc")
         with memory.open() as opened:
             blocks = opened.blocks("hidden")
-            index = new_index("exact")
-            index.build(blocks)
-            assert isinstance(index, ExactIndex) and new_index().__class__ is ExactIndex
+            index = open_index(opened, "exact").indexes["hidden"]
+            assert isinstance(index, ExactIndex) and type(open_index(opened).indexes["hidden"]) is ExactIndex
             held = [block.data_ptr() for block in index.blocks]
             assert held == [block.data_ptr() for block in opened.blocks("hidden")]
             before = torch.cat(blocks).clone()
@@ -151,7 +151,7 @@ def test_wrong_keys_are_refused(blocks):
 def test_an_option_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setenv("MEMSTORE__INDEX__OPTIONS__NPROBE", "8")
     with pytest.raises(ConfigError, match="(?i)nprobe"):
-        new_index()
+        load_config().index_plugin()
 
 
 @needs_gpu

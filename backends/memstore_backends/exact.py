@@ -33,7 +33,7 @@ class ExactIndex(VectorIndex):
         best = checked.new_full((len(checked), -(-self.num_keys // size)), -torch.inf)
         start = 0
         for block in self.blocks:
-            keys = block.float().T
+            keys = block.to(queries.device, torch.float32).T
             first, last = start // size, -(-(start + len(block)) // size)
             for rows, chunk in zip(best.split(QUERIES), checked.split(QUERIES), strict=True):
                 seen = rows[:, first:last]
@@ -51,7 +51,7 @@ class ExactIndex(VectorIndex):
         best_ids = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
         start = 0
         for block in self.blocks:
-            top = (scaled @ block.T).topk(min(k, len(block)), dim=1)
+            top = (scaled @ block.to(queries.device).T).topk(min(k, len(block)), dim=1)
             scores_both = torch.cat((best_scores, top.values.float() * scale), dim=1)
             ids_both = torch.cat((best_ids, top.indices + start), dim=1)
             best = scores_both.topk(min(k, scores_both.shape[1]), dim=1)

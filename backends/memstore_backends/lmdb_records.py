@@ -93,7 +93,7 @@ class LmdbRecords(RecordStore):
 
     def folder(self, memory_id: str) -> Path | None:
         folder = self._memories / memory_id
-        return folder if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) else None
+        return folder if folder.is_dir() else None
 
     def lock(self, name: str, wait: bool) -> Lock:
         return FileLock(self.path / "locks" / f"{name}.lock", wait)

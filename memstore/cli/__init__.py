@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from memstore.cli import demo, generate, index, library, plugins
+from memstore.cli import demo, generate, index, library, plugins, reindex
 from memstore.cli.common import reporting
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("list")(reporting(library.list_memories))
 app.command("show")(reporting(library.show))
 app.command("remove")(reporting(library.remove))
 app.command("verify")(reporting(library.verify))
+app.command("reindex")(reporting(reindex.reindex))
 app.command("generate")(reporting(generate.generate))
 app.command("plugins")(reporting(plugins.plugins))
 app.command("demo")(reporting(demo.demo))

@@ -13,6 +13,7 @@ from memstore.cli.common import JsonOption, StoreOption, complain, open_store, o
 from memstore.errors import MemstoreError
 
 if TYPE_CHECKING:
+    from memstore.index_record import IndexRecord
     from memstore.memory import Memory
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A memory of the store.", show_default=False)]
@@ -51,11 +52,12 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
             "document_digest": manifest.document_digest,
             "metadata": memory.metadata,
             "fingerprint": memory.fingerprint,
+            "indexes": [_index_facts(record) for record in opened.indexes(name)],
         }
     if as_json:
         write_json(facts)
         return
-    fingerprint, parts = facts.pop("fingerprint"), facts.pop("parts")
+    fingerprint, parts, indexes = facts.pop("fingerprint"), facts.pop("parts"), facts.pop("indexes")
     facts["nbytes"] = f"{facts['nbytes']:,} ({size(facts['nbytes'])})"
     facts["parts"] = _parts_in_words(parts)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -65,6 +67,8 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
         table.add_row(key.replace("_", " "), str(value))
     for key, value in fingerprint.items():
         table.add_row(f"fingerprint: {key}", str(value))
+    for index in indexes:
+        table.add_row(f"index: {index['backend']}", _index_in_words(index))
     out.print(table)
 
 
@@ -123,8 +127,23 @@ def _facts(memory: Memory) -> dict[str, Any]:
         "num_tokens": memory.num_tokens,
         "nbytes": memory.nbytes,
         "model": memory.fingerprint.get("model_class", "unknown"),
-        "created": datetime.fromtimestamp(memory.manifest.created).astimezone().isoformat(timespec="seconds"),
+        "created": _time(memory.manifest.created),
     }
+
+
+def _index_facts(record: IndexRecord) -> dict[str, Any]:
+    facts = record.model_dump(include={"backend", "seconds", "options", "tuned", "quality"})
+    return facts | {"nbytes": record.nbytes, "created": _time(record.created)}
+
+
+def _index_in_words(index: dict[str, Any]) -> str:
+    words = [size(index["nbytes"]), f"built in {index['seconds']:.1f} s"]
+    words += [f"{key} {value}" for key, value in (index["options"] | index["tuned"]).items() if value is not None]
+    return ", ".join(words)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
 def _parts_in_words(parts: dict[str, Any]) -> str:

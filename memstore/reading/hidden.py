@@ -24,9 +24,10 @@ from memstore.attention import (
     shifted_exp,
     split_heads,
 )
+from memstore.config import load as load_config
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation
-from memstore.indexes import new_index
+from memstore.indexes import open_index
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import readings
@@ -110,7 +111,9 @@ class HiddenAttachment(Attachment):
         ):
             raise AttachError(f'top_k={top_k!r} must be a whole number of at least 1, "all", or None.')
         if index is not None:
-            new_index(index)  # a name that does not exist is refused now, and also where nothing needs searching
+            load_config().index_plugin(
+                index
+            )  # a name that does not exist is refused now, and also where nothing needs searching
         self.top_k, self.index = adapter.native_window if top_k is None else top_k, index
         self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
         self.layers = checked_layers(layers, len(self.attentions))
@@ -138,10 +141,11 @@ class HiddenAttachment(Attachment):
                 if id(memory) not in blocks:
                     blocks[id(memory)] = [block.to(device) for block in self.open_memory(memory).blocks("hidden")]
                 if self.top_k != "all" and self.top_k < total and id(memory) not in indexes:
-                    indexes[id(memory)] = new_index(self.index)
-                    indexes[id(memory)].build(blocks[id(memory)])
-            found = [indexes[id(memory)] for memory in row] if self.top_k != "all" and self.top_k < total else []
-            self._shelves.append(Shelf(row, [blocks[id(memory)] for memory in row], found))
+                    keys = blocks[id(memory)]
+                    found = open_index(self.open_memory(memory), self.index, {"hidden": keys})
+                    indexes[id(memory)] = found.indexes["hidden"]
+            chosen = [indexes[id(memory)] for memory in row] if self.top_k != "all" and self.top_k < total else []
+            self._shelves.append(Shelf(row, [blocks[id(memory)] for memory in row], chosen))
 
     def _release(self) -> None:
         self._shelves.clear()

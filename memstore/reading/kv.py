@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from memstore.attachment import Attachment, TopK, restart
 from memstore.attention import Partial, merge, normalise, ordinary_attention
+from memstore.config import load as load_config
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
+from memstore.indexes import open_index
+from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import readings
 from memstore.reading.chat import BETWEEN, chat_frame
@@ -57,7 +60,8 @@ class KvAttachment(Attachment):
 
     top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
     budget: tokens chosen for each prompt, by default 512, or a quarter of a small native window. layers: the layers
-    that read, None for all. explain: keep what was read for ``provenance()``.
+    that read, None for all. index: the backend that ranks blocks for a prompt, None for the configured one. explain:
+    keep what was read for ``provenance()``.
     """
 
     adapter: DecoderOnlyAdapter
@@ -77,7 +81,7 @@ class KvAttachment(Attachment):
         if top_k not in (None, "all"):
             raise AttachError(f'top_k={top_k!r}: a decoder-only memory is read by budget= in tokens, or top_k="all".')
         if index is not None:
-            raise AttachError(f"index={index!r}: a decoder-only memory is searched by scouting, without an index.")
+            load_config().index_plugin(index)  # a name that does not exist is refused now
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < BLOCK):
             raise AttachError(f"budget={budget!r} must be a whole number of at least {BLOCK} tokens, a block's size.")
         self.layers = checked_layers(layers, len(adapter.self_attentions))
@@ -90,6 +94,8 @@ class KvAttachment(Attachment):
                     f"Memory {memory.name!r} is stored in blocks of {memory.manifest.block_tokens} tokens, which is no "
                     f"multiple of {BLOCK}. Encode the document with store.encode, which sees to that."
                 )
+        self.index = index
+        self._indexes: dict[int, dict[str, VectorIndex]] = {}
         self._whole: dict[int, Excerpt] = {}
         self._contexts: WeakKeyDictionary[Any, Context] = WeakKeyDictionary()
         self._scouts: list[tuple[slice, Scout]] | None = None
@@ -112,9 +118,14 @@ class KvAttachment(Attachment):
                     )
                 everything = [Span(j, 0, memory.num_tokens) for j, memory in enumerate(row)]
                 self._whole[i] = load_excerpt(self.adapter, row, self.open_memory, everything, device_of(self.model))
+                continue
+            for memory in row:
+                if id(memory) not in self._indexes:
+                    self._indexes[id(memory)] = open_index(self.open_memory(memory), self.index).indexes
 
     def _release(self) -> None:
         self._whole.clear()
+        self._indexes.clear()
         self._contexts.clear()
         self._context = Context([], torch.empty(0, 0))
 
@@ -178,10 +189,7 @@ class KvAttachment(Attachment):
                 header = memories[owner].manifest.prefix_ids
                 repeated[rows] = leading(kwargs["input_ids"][rows], padding[rows], header)
         wanting = [i for i in range(len(groups)) if i not in self._whole]
-        scouts = [
-            (groups[i][1], Scout(self.adapter, groups[i][0], self.open_memory, ~(padding | repeated)[groups[i][1]]))
-            for i in wanting
-        ]
+        scouts = [(groups[i][1], self._scout_for(groups[i][0], ~(padding | repeated)[groups[i][1]])) for i in wanting]
         if scouts:
             self._scout(kwargs, own, padding, scouts)
         excerpts = [(groups[i][1], excerpt) for i, excerpt in self._whole.items()]
@@ -192,6 +200,10 @@ class KvAttachment(Attachment):
                 for same in equal_prompts(kwargs, padding, rows)
             ]
         return Context(sorted(excerpts, key=lambda each: each[0].start), repeated)
+
+    def _scout_for(self, memories: Sequence[Memory], asks: Tensor) -> Scout:
+        indexes = [self._indexes[id(memory)] for memory in memories]
+        return Scout(self.adapter, memories, indexes, self.open_memory, asks)
 
     def _excerpt(self, memories: Sequence[Memory], scores: Tensor) -> Excerpt:
         lengths = [memory.num_tokens for memory in memories]

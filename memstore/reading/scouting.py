@@ -6,16 +6,18 @@ distance from keys that are not rotated. Layers disagree, and their mean finds t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from memstore.interfaces import VectorIndex
 from memstore.memory import Memory, OpenMemory
 from memstore.reading.excerpt import sink_of
 from memstore.reading.rotary import rotate, unrotate
 from memstore.reading.selection import BLOCK
+from memstore.slots import slot_name
 
 if TYPE_CHECKING:
     from memstore.families import DecoderOnlyAdapter
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 DISTANCE = (
     4096  # between query and keys, at most half the native window; at distance 0 near-by habits drown the content
 )
-QUERIES = 128  # prompt tokens scored at once
+QUERIES = 512  # prompt tokens scored at once
 
 
 class Scout:
@@ -36,10 +38,12 @@ class Scout:
         self,
         adapter: DecoderOnlyAdapter,
         memories: Sequence[Memory],
+        indexes: Sequence[Mapping[str, VectorIndex]],
         open_memory: Callable[[Memory], OpenMemory],
         asks: Tensor,
     ) -> None:
-        self.adapter, self.memories, self.open_memory, self.asks = adapter, memories, open_memory, asks
+        self.adapter, self.memories, self.indexes, self.asks = adapter, memories, indexes, asks
+        self.open_memory = open_memory
         self.total: Tensor | None = None
         self.layers = 0
 
@@ -50,20 +54,14 @@ class Scout:
         all blocks, each standing for its best key; the maximum over heads and asking tokens.
         """
         far = self._turned(query, positions)
-        keys = [
-            block.to(query.device, torch.float32).permute(1, 2, 0)
-            for memory in self.memories
-            for block in self.open_memory(memory).blocks(f"keys.{layer}")
-        ]
-        owner, sink = sink_of(self.memories)
-        if sink:  # where a head looks that finds nothing
+        owner, length = sink_of(self.memories)
+        sink: Tensor | None = None  # keys [G, c, length] of where a head looks that finds nothing
+        if length:
             prefix = self.open_memory(self.memories[owner]).prefix(f"keys.{layer}")
-            keys.append(prefix.to(query.device, torch.float32).permute(1, 2, 0))
+            sink = prefix.to(query.device, torch.float32).permute(1, 2, 0)
         best = torch.cat(
             [
-                self._shares(chunk, keys, scaling, bool(sink))
-                .masked_fill(~asks[:, None, :, None], 0)
-                .amax((1, 2))[None]
+                self._shares(layer, chunk, sink, scaling).masked_fill(~asks[:, None, :, None], 0).amax((1, 2))[None]
                 for chunk, asks in zip(far.split(QUERIES, dim=2), self.asks.split(QUERIES, dim=1), strict=True)
             ]
         ).amax(0)
@@ -83,20 +81,19 @@ class Scout:
         cos, sin = self.adapter.rotary(plain, torch.full_like(positions, distance))
         return rotate(plain, cos, sin)
 
-    def _shares(self, query: Tensor, keys: Sequence[Tensor], scaling: float, sink: bool) -> Tensor:
-        """Shares of blocks [b, H, t, blocks] for query [b, H, t, c] and keys [G, c, n_i], of which the last may be the
-        sink's."""
+    def _shares(self, layer: int, query: Tensor, sink: Tensor | None, scaling: float) -> Tensor:
+        """Shares of blocks [b, H, t, blocks] for query [b, H, t, c]; a block that the index does not find has none."""
         b, h, t, c = query.shape
-        groups = keys[0].shape[0]
-        folded = query.view(b, groups, -1, t, c).transpose(0, 1).reshape(groups, -1, c)
-        best = [_block_maxima(folded @ block) for block in keys[: len(keys) - sink]]
-        best += [(folded @ block).amax(-1, keepdim=True) for block in keys[len(keys) - sink :]]
-        shares = (torch.cat(best, dim=-1) * scaling).softmax(-1)[..., : -1 if sink else None]
-        return shares.view(groups, b, -1, t, shares.shape[-1]).transpose(0, 1).reshape(b, h, t, -1)
-
-
-def _block_maxima(scores: Tensor) -> Tensor:
-    """[…, n] -> […, ceil(n / 64)]: the best score of each block; the last block may be shorter."""
-    missing = -scores.shape[-1] % BLOCK
-    padded = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf) if missing else scores
-    return padded.view(*padded.shape[:-1], -1, BLOCK).amax(-1)
+        groups = self.adapter.num_kv_heads
+        folded = query.float().view(b, groups, -1, t, c).transpose(0, 1).reshape(groups, -1, c)
+        best = torch.stack(
+            [
+                torch.cat([index[slot_name(layer, g)].block_maxima(folded[g], BLOCK) for index in self.indexes], dim=1)
+                for g in range(groups)
+            ]
+        )
+        blocks = best.shape[-1]
+        if sink is not None:
+            best = torch.cat((best, (folded @ sink).amax(-1, keepdim=True)), dim=-1)
+        shares = (best * scaling).softmax(-1)[..., :blocks]
+        return shares.view(groups, b, -1, t, blocks).transpose(0, 1).reshape(b, h, t, blocks)

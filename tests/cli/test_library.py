@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import memstore
+from tests import kept
 from tests.cli.conftest import GENESIS, Run
 
 TOKENS = len(GENESIS.encode())
@@ -101,3 +102,48 @@ def test_a_wrong_configuration_is_one_message(run: Run, tmp_path: Path, monkeypa
     result = run("list")
     assert result.exit_code == 1
     assert "plugins.toml: store.pth = 'x': there is no such key; did you mean 'path'?" in result.stderr
+
+
+def test_reindex_and_show(run: Run, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.install(tmp_path / "plugins", monkeypatch)
+    assert json.loads(run("show", "genesis", "--store", library, "--json").stdout)["indexes"] == []
+    done = run(
+        "reindex", "genesis", "--store", library, "--backend", "kept", "--option", "scale=2", "--option", "step=4"
+    )
+    assert (done.exit_code, done.stdout.startswith("genesis: kept, built in ")) == (0, True)
+    (index,) = json.loads(run("show", "genesis", "--store", library, "--json").stdout)["indexes"]
+    assert (index["backend"], index["options"], index["tuned"]) == ("kept", {"scale": 2.0}, {"step": 4})
+    assert "scale 2.0, step 4" in " ".join(run("show", "genesis", "--store", library).stdout.split())
+    again = json.loads(run("reindex", "genesis", "--store", library, "--backend", "kept", "--json").stdout)
+    assert (again["backend"], again["index"]["options"], again["index"]["tuned"]) == ("kept", {"scale": 1.0}, {})
+    assert "nothing to keep" in run("reindex", "genesis", "--store", library).stdout
+    assert json.loads(run("reindex", "genesis", "--store", library, "--json").stdout)["index"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--backend", "kepp"], 1, "Did you mean 'kept'"),
+        (["--backend", "kept", "--option", "nprobe=3"], 1, "nprobe"),
+        (["--backend", "kept", "--option", "step=0"], 1, "greater than 0"),
+        (["--backend", "kept", "--option", "step"], 2, "KEY=VALUE"),
+    ],
+)
+def test_a_wrong_reindex(
+    run: Run,
+    library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    message: str,
+) -> None:
+    kept.install(tmp_path / "plugins", monkeypatch)
+    done = run("reindex", "genesis", "--store", library, *arguments)
+    assert done.exit_code == code
+    assert message in done.stderr
+
+
+def test_reindexing_creates_no_store(run: Run, tmp_path: Path) -> None:
+    assert run("reindex", "genesis", "--store", tmp_path / "nowhere").exit_code == 1
+    assert not (tmp_path / "nowhere").exists()

@@ -1,0 +1,83 @@
+"""What the catalog knows of an index of a memory."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from memstore.catalog import INDEX, SEALED, key
+from memstore.errors import MemoryNotFoundError
+from memstore.interfaces import RecordStore
+from memstore.manifest import Manifest
+
+
+class IndexFile(BaseModel):
+    """One file of an index; ``checksum`` is its xxh3_128 in hexadecimal digits."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nbytes: int
+    checksum: str
+
+
+class IndexRecord(BaseModel):
+    """An index of a memory: what built it, how it is searched and what that was measured to give.
+
+    options: those that it was built with, without the tunable ones. tuned: values found by tuning. quality: what was
+    measured with these. files: one for each slot, in ``folder``; none for a backend that keeps nothing on disk.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    backend: str
+    distribution: str
+    version: str
+    created: float
+    seconds: float
+    digest: str | None
+    options: dict[str, JsonValue]
+    tuned: dict[str, int] = {}
+    quality: dict[str, JsonValue] | None = None
+    folder: str
+    files: dict[str, IndexFile]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(file.nbytes for file in self.files.values())
+
+
+def index_key(memory_id: str, backend: str) -> bytes:
+    """The catalog key of a memory's index: of fixed length, whatever the backend's name."""
+    return INDEX + memory_id.encode() + hashlib.blake2b(backend.encode(), digest_size=16).digest()
+
+
+def all_records(records: RecordStore, memory_id: str) -> list[IndexRecord]:
+    """The indexes of a memory, by backend. One whose record cannot be read does not exist: it can be built again."""
+    found = [_unpack(value) for _, value in records.items(INDEX + memory_id.encode())]
+    return sorted((record for record in found if record is not None), key=lambda record: record.backend)
+
+
+def read_record(records: RecordStore, memory_id: str, backend: str) -> IndexRecord | None:
+    """The index of a memory for a backend, if there is one."""
+    value = records.get(index_key(memory_id, backend))
+    return None if value is None else _unpack(value)
+
+
+def write_record(records: RecordStore, manifest: Manifest, record: IndexRecord) -> None:
+    """Make an index known. Raises MemoryNotFoundError if the memory has been removed."""
+    sealed_key = key(SEALED, manifest.name)
+    sealed = records.get(sealed_key)
+    packed = {index_key(manifest.id, record.backend): msgpack.packb(record.model_dump())}
+    present = sealed is not None and Manifest.unpack(sealed).id == manifest.id
+    if not present or not records.commit(packed, expect={sealed_key: sealed}):
+        raise MemoryNotFoundError(f"Memory {manifest.name!r} was removed while its index was built.")
+
+
+def _unpack(value: bytes) -> IndexRecord | None:
+    try:
+        return IndexRecord.model_validate(msgpack.unpackb(value))
+    except (ValueError, TypeError, msgpack.UnpackException, ValidationError):
+        return None

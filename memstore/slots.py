@@ -1,0 +1,49 @@
+"""What of a memory is searched: one set of keys for encoder states, one for each layer and key-value head else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from memstore.errors import StoreError
+from memstore.manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from memstore.memory import OpenMemory
+
+
+class Slot(NamedTuple):
+    """One set of keys of a memory, and so one index: that of a layer and key-value head, or of all layers (None)."""
+
+    name: str
+    layer: int | None = None
+    head: int | None = None
+
+    def keys(self, opened: OpenMemory) -> list[Tensor]:
+        """Blocks [n_i, d] of the store: views, nothing is copied."""
+        return self._rows(opened, "keys")
+
+    def values(self, opened: OpenMemory) -> list[Tensor]:
+        """What attention sums up, in blocks [n_i, d]: an encoder state is both key and value."""
+        return self._rows(opened, "values")
+
+    def _rows(self, opened: OpenMemory, part: str) -> list[Tensor]:
+        if self.layer is None:
+            return opened.blocks(self.name)
+        return [block[:, self.head] for block in opened.blocks(f"{part}.{self.layer}")]
+
+
+def slot_name(layer: int, head: int) -> str:
+    """The name of the slot of a layer and key-value head."""
+    return f"keys.{layer}.{head}"
+
+
+def slots(manifest: Manifest) -> list[Slot]:
+    """The slots of a memory, layer by layer. Raises StoreError for a kind of memory that is not searched."""
+    if manifest.kind == "hidden":
+        return [Slot("hidden")]
+    if manifest.kind != "kv":
+        raise StoreError(f"Memory {manifest.name!r} is of kind {manifest.kind!r}, which no index searches.")
+    shapes = {int(part.partition(".")[2]): spec.shape for part, spec in manifest.parts.items() if part[:5] == "keys."}
+    return [Slot(slot_name(layer, g), layer, g) for layer, (heads, _) in sorted(shapes.items()) for g in range(heads)]
