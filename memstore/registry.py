@@ -33,7 +33,7 @@ def plugins(group: str | None = None) -> list[PluginInfo]:
     Raises PluginError when two distributions define one name.
     """
     groups = (ADAPTERS, BACKENDS) if group is None else (group,)
-    return [_info(entry) for each in groups for entry in _entries(each).values()]
+    return [_info(entry) for each in groups for entry in entries(each).values()]
 
 
 def info(group: str, name: str) -> PluginInfo:
@@ -61,7 +61,7 @@ def adapter_for(model: Any) -> type[Any]:
     claims: dict[str, type[Any]] = {}
     supported: set[str] = set()
     broken: list[str] = []
-    for name, entry in _entries(ADAPTERS).items():
+    for name, entry in entries(ADAPTERS).items():
         try:
             adapter = _import(entry)
         except PluginError as error:  # an adapter that lacks its library must not disable the others
@@ -84,7 +84,7 @@ def adapter_for(model: Any) -> type[Any]:
 
 
 def _entry(group: str, name: str) -> EntryPoint:
-    known = _entries(group)
+    known = entries(group)
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -92,16 +92,25 @@ def _entry(group: str, name: str) -> EntryPoint:
     return known[name]
 
 
-def _entries(group: str) -> dict[str, EntryPoint]:
-    entries: dict[str, EntryPoint] = {}
+def entries(group: str) -> dict[str, EntryPoint]:
+    """The entry points of one group by name. Raises PluginError when two distributions define one name."""
+    found: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        other = entries.setdefault(entry.name, entry)
+        other = found.setdefault(entry.name, entry)
         if other is not entry:
             raise PluginError(
                 f"{_info(other).distribution} and {_info(entry).distribution} both define the plugin "
                 f"{entry.name!r} of {group}. Uninstall one of them."
             )
-    return entries
+    return found
+
+
+def installation(entry: EntryPoint, module: str) -> str:
+    """What to install where a plugin lacks a module: the extra that its entry point names, if it names one."""
+    _, bracket, extras = entry.value.partition("[")
+    if bracket:
+        return f'pip install "{_info(entry).distribution}[{extras.rstrip("] ")}]"'
+    return f"install the package that provides the module {module!r}"
 
 
 def _info(entry: EntryPoint) -> PluginInfo:
@@ -118,9 +127,7 @@ def _import(entry: EntryPoint) -> type[Any]:
         missing = error.name or str(error)
         if missing.partition(".")[0] == entry.module.partition(".")[0]:
             raise PluginError(f"{what} does not exist there. Reinstall {_info(entry).distribution}.") from error
-        raise PluginError(
-            f"{what} needs the module {missing!r}. Install the package that provides it and repeat."
-        ) from error
-    except (ImportError, AttributeError) as error:
-        raise PluginError(f"{what} cannot be imported: {error}") from error
+        raise PluginError(f"{what} needs the module {missing!r}. To use it: {installation(entry, missing)}.") from error
+    except Exception as error:  # whatever a plugin does wrong, the others can be used
+        raise PluginError(f"{what} cannot be imported: {str(error).rstrip('.') or type(error).__name__}.") from error
     return loaded

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import transformers
 import typer.main
 from transformers import BartConfig, BartForConditionalGeneration
 
-from memstore import registry
+from memstore import config, registry
 from memstore.cli import app
 from tests import tiny
 
@@ -94,15 +95,24 @@ def test_python_examples_run(
 
 @every_document
 def test_command_lines_parse(document: Path) -> None:
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    command: Any = typer.main.get_command(app)
+    commands = command.commands
     for _, code in blocks(document, "sh", "console"):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
             if words[:1] == ["memstore"]:
-                commands[words[1]].make_context(words[1], words[2:])
+                parse(command, words)
     for span in spans(document):
         if named := re.match(r"memstore ([a-z]+)", span):
             assert named[1] in commands, span
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """Parse a command line, as far as the innermost command, without running anything."""
+    context = command.make_context(words[0], words[1:])
+    if hasattr(command, "commands"):
+        rest = [*context._protected_args, *context.args]
+        parse(command.commands[rest[0]], rest)
 
 
 @every_document
@@ -136,6 +146,21 @@ def test_paths_and_tests_that_are_named_exist(document: Path) -> None:
             assert f"def {span}(" in tests, span
 
 
+CONFIGURATION = [code for _, code in blocks(ROOT / "docs" / "configuration.md", "toml")]
+
+
+@pytest.mark.usefixtures("user_directory")
+@pytest.mark.parametrize("code", CONFIGURATION, ids=range(len(CONFIGURATION)))
+def test_configurations_that_are_shown_are_valid(code: str, tmp_path: Path) -> None:
+    (tmp_path / "plugins.toml").write_text(code)
+    for profile in [None, *tomllib.loads(code).get("profiles", {})]:
+        config.load(tmp_path, {} if profile is None else {"MEMSTORE__PROFILE": profile})
+
+
+def test_the_page_of_settings_shows_all_defaults() -> None:
+    assert tomllib.loads(CONFIGURATION[0]) == tomllib.loads(config.DEFAULTS.read_text())
+
+
 @pytest.mark.parametrize("group", [registry.BACKENDS, registry.ADAPTERS])
 def test_the_readme_lists_every_plugin(group: str) -> None:
     rows = {row[0]: row[1] for row in re.findall(r"^\| `(\w+)` \|(.*)$", prose(ROOT / "README.md"), re.MULTILINE)}
@@ -152,7 +177,7 @@ def test_the_page_of_errors_is_up_to_date() -> None:
 
 def test_a_picture_shows_what_a_command_prints() -> None:
     picture = runpy.run_path(str(ROOT / "docs" / "picture.py"))["draw"](["plugins"])
-    assert picture.startswith("<svg") and "memstore_backends.exact:ExactIndex" in picture
+    assert picture.startswith("<svg") and "memstore-attention" in picture
     assert "url(http" not in picture and 'url("http' not in picture  # it loads nothing
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,28 +12,7 @@ import pytest
 from memstore import registry
 from memstore.errors import PluginError, UnsupportedModelError
 from memstore.interfaces import VectorIndex
-
-Distribution = Callable[..., None]
-
-
-@pytest.fixture
-def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Distribution]:
-    """Install a distribution with plugins and modules; it is gone after the test."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def install(name: str, group: str, plugins: dict[str, str], modules: dict[str, str] | None = None) -> None:
-        info = tmp_path / f"{name}-2.5.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.5\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in plugins.items()))
-        for module, source in (modules or {}).items():
-            (tmp_path / f"{module}.py").write_text(source)
-            installed.append(module)
-
-    installed: list[str] = []
-    yield install
-    for module in installed:
-        sys.modules.pop(module, None)
+from tests.conftest import Distribution
 
 
 def model(model_type: str) -> Any:
@@ -91,7 +68,10 @@ def test_an_unknown_name_gets_a_close_match_and_the_list() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import faiss_of_nowhere.sub", "needs the module 'faiss_of_nowhere'. Install the package that provides it"),
+        (
+            "import faiss_of_nowhere.sub",
+            "needs the module 'faiss_of_nowhere'. To use it: install the package that provides the module 'f",
+        ),
         ("from json import nothing", "cannot be imported: cannot import name 'nothing' from 'json'"),
         ("", "cannot be imported: module 'third_bad' has no attribute 'Bad'"),
         (None, "does not exist there. Reinstall third"),

@@ -10,6 +10,7 @@ import pytest
 import memstore
 from tests import kept
 from tests.cli.conftest import GENESIS, Run
+from tests.conftest import Distribution
 
 TOKENS = len(GENESIS.encode())
 
@@ -91,9 +92,31 @@ def test_verify_finds_damage(run: Run, library: Path) -> None:
 
 
 def test_plugins(run: Run) -> None:
-    assert "memstore_adapters.llama" in run("plugins").stdout
-    found = json.loads(run("plugins", "--json").stdout)["plugins"]
-    assert {"name": "exact", "group": "memstore.backends"}.items() <= found[-2].items()
+    lines = [line.split() for line in run("plugins").stdout.splitlines()]
+    assert lines[0] == ["name", "kind", "distribution", "version", "available"]
+    assert ["llama", "adapter", "memstore-attention", memstore.__version__, "yes"] in lines
+    found = {plugin["name"]: plugin for plugin in json.loads(run("plugins", "--json").stdout)["plugins"]}
+    assert found["lmdb"] == {
+        "name": "lmdb",
+        "group": "memstore.backends",
+        "distribution": "memstore-attention",
+        "version": memstore.__version__,
+        "value": "memstore_backends.lmdb_records:LmdbRecords",
+        "kind": "records",
+        "available": True,
+        "missing": [],
+        "install": None,
+    }
+
+
+def test_plugins_names_what_to_install_for_one_that_cannot_be_used(run: Run, distribution: Distribution) -> None:
+    plugins = {"odd": "third_odd:Odd [odd]", "gone": "third_gone:Odd", "odder": "third_odder:Odd"}
+    modules = {"third_odd": "import nowhere_at_all", "third_odder": "no Python"}
+    distribution("third", "memstore.backends", plugins, modules)
+    lines = {line.split()[0]: line.split(maxsplit=4)[4].strip() for line in run("plugins").stdout.splitlines()}
+    assert lines["odd"] == 'no: pip install "third[odd]"'
+    assert lines["gone"] == "no: reinstall third"
+    assert lines["odder"] == "unknown"
 
 
 def test_a_wrong_configuration_is_one_message(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
