@@ -1,176 +1,162 @@
 """What is configured, merged from its layers.
 
 Later layers win: ``memstore/defaults.toml``, ``plugins.toml`` in the user's configuration directory, ``plugins.toml``
-in the current directory, and ``MEMSTORE__SECTION__KEY`` environment variables.
+in the current directory, the chosen profile of these files, ``MEMSTORE__SECTION__KEY`` environment variables, and what
+the command line says.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from platformdirs import user_config_path
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from memstore import registry
+from memstore import profiles, registry, sources
 from memstore.errors import ConfigError, PluginError
+from memstore.explain import explain, shown
 from memstore.interfaces import RecordStore, VectorIndex
+from memstore.layers import Layer, Leaf, Origin, Table, merge, nested
+from memstore.settings import Settings
+from memstore.sources import PREFIX
+from memstore.toml import KeyPath, dotted
 
 FILE = "plugins.toml"
 DEFAULTS = Path(__file__).with_name("defaults.toml")
-PREFIX = "MEMSTORE__"
+BACKEND, RECORDS, OPTIONS = ("index", "backend"), ("store", "records"), ("index", "options")
 
-Table = dict[str, Any]
-Layer = tuple[str, Table]  # where it comes from, what it says
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def _expanded(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError as error:  # which pydantic would let through
-        raise ValueError(f"{path.parts[0]} is nobody's home directory") from error
-
-
-class StoreSettings(_Section):
-    """``[store]``: where memories are kept, and by which record backend."""
-
-    path: Annotated[Path, AfterValidator(_expanded)]
-    records: str
-
-
-class IndexSettings(_Section):
-    """``[index]``: which backend searches a memory; ``options`` are checked by that backend when it is loaded."""
-
-    backend: str
-    options: dict[str, Any] = {}
-
-
-class Settings(_Section):
-    """All that can be configured."""
-
-    store: StoreSettings
-    index: IndexSettings
+_command_line: Table = {}
 
 
 class Config:
     """Settings together with where each value came from."""
 
-    def __init__(self, layers: Iterable[Layer]) -> None:
-        """Raises ConfigError for a key that does not exist or a value that does not fit."""
-        merged: Table = {}
-        self.origins: dict[str, str] = {}
-        for origin, table in layers:
-            self._overlay(merged, table, origin, "")
+    def __init__(self, layers: Iterable[Layer], profile: Leaf | None = None) -> None:
+        """``profile``: which one is among the layers. Raises ConfigError for a key that does not exist or a value that
+        does not fit."""
+        self.profile = profile
+        self.leaves = merge(layers)
         try:
-            self.settings = Settings.model_validate(merged)
+            self.settings = Settings.model_validate(nested(self.leaves))
         except ValidationError as error:
-            raise self._explain(error, Settings) from error
+            inside = any(leaf.origin.profile is not None for leaf in self.leaves.values())
+            raise ConfigError(explain(error, Settings, self._where, also=() if inside else profiles.KEYS)) from error
+
+    def index(self, backend: str | None = None, options: Mapping[str, Any] | None = None) -> VectorIndex:
+        """A new index of the named backend, or of the configured one. See :meth:`index_plugin`."""
+        _, plugin, checked = self.index_plugin(backend, options)
+        return plugin(checked)
 
     def index_plugin(
         self, backend: str | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, type[VectorIndex], BaseModel]:
-        """The name and class of the backend named here, or of the configured one, and its options: those configured for
-        it, overridden by those given here.
+        """The name, the class and the options of the named backend, or of the configured one.
 
-        Raises ConfigError for a wrong setting, PluginError when the backend named here cannot be loaded.
+        ``options`` override those that are configured, which count for the configured backend alone. Raises ConfigError
+        for a wrong setting or option, PluginError when the backend named here cannot be loaded.
         """
-        configured = self.settings.index
-        if backend is None:
-            plugin = self._plugin("index.backend", configured.backend, VectorIndex)
-        else:
-            plugin = registry.load(registry.BACKENDS, backend, VectorIndex)
-        chosen = dict(configured.options) if backend in (None, configured.backend) else {}
+        configured, given = self.settings.index, options or {}
+        name = configured.backend if backend is None else backend
+        plugin = self._plugin(name, VectorIndex, BACKEND if backend is None else None)
+        below = configured.options if name == configured.backend else {}
         try:
-            return backend or configured.backend, plugin, plugin.Options.model_validate(chosen | dict(options or {}))
+            return name, plugin, plugin.Options.model_validate({**below, **given})
         except ValidationError as error:
-            raise self._explain(error, plugin.Options, "index.options") from error
 
-    def index(self, backend: str | None = None) -> VectorIndex:
-        """A new, empty index. Raises what :meth:`index_plugin` raises."""
-        _, plugin, options = self.index_plugin(backend)
-        return plugin(options)
+            def where(path: KeyPath) -> str:
+                if given and (not path or path[0] in given):
+                    return f"option {dotted(path)}" if path else "options"
+                return self._where((*OPTIONS, *path))
+
+            text = explain(error, plugin.Options, where, lambda path: _owners(path, name))
+            raise ConfigError(text) from error
 
     def records(self) -> str:
         """The name of the configured record backend. Raises ConfigError when it cannot be loaded."""
         name = self.settings.store.records
-        self._plugin("store.records", name, RecordStore)
+        self._plugin(name, RecordStore, RECORDS)
         return name
 
-    def _plugin(self, key: str, name: str, base: type) -> type[Any]:
+    def _plugin(self, name: str, base: type, key: KeyPath | None) -> type[Any]:
+        """``key``: the setting that gave the name; None for an argument."""
         try:
             return registry.load(registry.BACKENDS, name, base)
         except PluginError as error:
-            raise ConfigError(f"{self.origins[key]}: {key} = {name!r}: {error}") from error
+            text = f"{error}{_choices(base, name)}"
+            if key is None:
+                raise PluginError(text) from error
+            raise ConfigError(f"{self._where(key)} = {shown(name)}: {text}") from error
 
-    def _overlay(self, below: Table, above: Table, origin: str, prefix: str) -> None:
-        if "backend" in above and above["backend"] != below.get("backend"):
-            below.pop("options", None)  # they belong to the backend that is being replaced
-            self.origins = {k: v for k, v in self.origins.items() if not k.startswith(f"{prefix}options.")}
-        for key, value in above.items():
-            if isinstance(value, dict) != isinstance(below.get(key, value), dict):
-                kind = "a table" if isinstance(below[key], dict) else "a single value"
-                raise ConfigError(f"{origin}: {prefix}{key} = {value!r}: must be {kind}.")
-            if isinstance(value, dict):
-                self._overlay(below.setdefault(key, {}), value, origin, f"{prefix}{key}.")
-            else:
-                below[key] = value
-                self.origins[f"{prefix}{key}"] = origin
-
-    def _explain(self, error: ValidationError, model: type[BaseModel], table: str = "") -> ConfigError:
-        return ConfigError("\n".join(self._line(detail, model, table) for detail in error.errors()))
-
-    def _line(self, detail: Any, model: type[BaseModel], table: str) -> str:
-        path = [str(part) for part in detail["loc"]]
-        key = ".".join(filter(None, [table, *path]))
-        origin = next((o for k, o in self.origins.items() if k == key or k.startswith(f"{key}.")), "configuration")
-        value = "" if detail["type"] == "missing" else f" = {detail['input']!r}"
-        if detail["type"] != "extra_forbidden":
-            return f"{origin}: {key}{value}: {detail['msg']}."
-        known = _fields(model, path[:-1])
-        close = difflib.get_close_matches(path[-1], known, n=1)
-        fix = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known) or 'nothing'}."
-        return f"{origin}: {key}{value}: there is no such key; {fix}"
+    def _where(self, path: KeyPath) -> str:
+        """The place and the key that set what a path into the settings leads to."""
+        for key, leaf in self.leaves.items():
+            common = min(len(key), len(path))
+            if key[:common] == path[:common]:  # a path may lead into a list, or to a table of several keys
+                return leaf.origin.key(path if leaf.value == {} or len(key) > len(path) else key)
+        return f"configuration: {dotted(path)}"
 
 
-def load(directory: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
-    """Read every layer; ``directory`` is the project's, by default the current one.
+def load(directory: Path | None = None, environ: Mapping[str, str] = os.environ, given: Table | None = None) -> Config:
+    """Read every layer. ``directory`` is the project's, by default the current one; ``given`` lies above all others.
 
-    Raises ConfigError when a file cannot be read or parsed, or says something wrong.
+    Raises ConfigError when a file cannot be read or parsed, or says something wrong, also where it does not count: in a
+    profile that is not chosen, or below another layer.
     """
-    files = [DEFAULTS, user_config_path("memstore") / FILE, (directory or Path.cwd()) / FILE]
-    layers = [(str(file), _read(file)) for file in files if file.is_file()]
-    layers += [_variable(name, value) for name, value in sorted(environ.items()) if name.startswith(PREFIX)]
-    return Config(layers)
+    defaults = Layer(Origin("defaults"), sources.read(DEFAULTS) or {})
+    files = sources.files(user_config_path("memstore") / FILE, _current(directory) / FILE)
+    said = {**_command_line, **(given or {})}
+    arguments = [Layer(Origin("command line"), said)] if said else []
+    stack = profiles.stack([defaults, *files], [*sources.variables(environ), *arguments])
+    for layer in (*stack.layers, *stack.others):
+        Config([defaults, layer])
+    return Config(stack.layers, stack.profile)
 
 
-def _read(file: Path) -> Table:
+@contextmanager
+def command_line(profile: str) -> Iterator[None]:
+    """Choose a profile, for this process and those that it starts, while the context lasts."""
+    variable = f"{PREFIX}PROFILE"
+    before = os.environ.get(variable)
+    _command_line["profile"] = os.environ[variable] = profile
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise ConfigError(f"{file}: is not valid TOML: {error}.") from error
+        yield
+    finally:
+        del _command_line["profile"], os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
 
 
-def _variable(name: str, value: str) -> Layer:
-    table: Any = value
-    for key in reversed(name.removeprefix(PREFIX).lower().split("__")):
-        table = {key: table}
-    return name, table
+def _current(directory: Path | None) -> Path:
+    try:
+        return (directory or Path()).absolute()
+    except FileNotFoundError:  # a current directory that was removed holds no file
+        return Path()
 
 
-def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        field = model.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
-        model = field.annotation
-    return list(model.model_fields)
+def _owners(path: KeyPath, backend: str) -> str:
+    """Which backends know the option that ``backend`` does not know. Loads them, since something is wrong already."""
+    owners: list[str] = []
+    for plugin in registry.plugins(registry.BACKENDS):
+        try:
+            options = registry.load(registry.BACKENDS, plugin.name, VectorIndex).Options.model_fields
+        except PluginError:
+            continue
+        owners += [repr(plugin.name)] if len(path) == 1 and path[0] in options else []
+    return f"it is an option of {' and '.join(owners)}, and the backend is {backend!r}." if owners else ""
+
+
+def _choices(base: type, wrong: str) -> str:
+    from memstore.availability import installed  # slower than all that is needed where nothing is wrong
+
+    kind, words = ("index", "Index") if base is VectorIndex else ("records", "Record")
+    try:
+        found = installed(registry.BACKENDS)
+    except PluginError:  # two plugins of one name, which is what went wrong
+        return ""
+    right = [plugin for plugin in found if plugin.kind == kind and plugin.available is not False]
+    names = [plugin.name for plugin in right if plugin.name != wrong]
+    return f" {words} backends that can be used here: {', '.join(names) or 'none'}."
