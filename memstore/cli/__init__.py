@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import Annotated
 
 import typer
 
-from memstore.cli import demo, generate, index, library, plugins, reindex
+from memstore.cli import config, demo, generate, index, library, plugins, reindex
 from memstore.cli.common import reporting
+from memstore.config import command_line
 
 app = typer.Typer(
     name="memstore",
@@ -17,6 +19,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The profile of plugins.toml that configures the command.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """What may stand before any command."""
+    if profile is not None:
+        context.with_resource(command_line(profile))
+
+
 app.command("index")(reporting(index.index))
 app.command("list")(reporting(library.list_memories))
 app.command("show")(reporting(library.show))
@@ -26,6 +45,9 @@ app.command("reindex")(reporting(reindex.reindex))
 app.command("generate")(reporting(generate.generate))
 app.command("plugins")(reporting(plugins.plugins))
 app.command("demo")(reporting(demo.demo))
+configuration = typer.Typer(help="Show what is configured.", no_args_is_help=True)
+configuration.command("show")(reporting(config.show))
+app.add_typer(configuration, name="config")
 
 
 def main() -> None:

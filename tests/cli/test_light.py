@@ -16,7 +16,9 @@ COMMAND = "from memstore.cli import main; main()"
 DRAFT = {"id": "0" * 32, "name": "né", "seal": None, "digest": None, "has_text": False, "has_ids": False}
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["show", "genesis"], ["verify"], ["remove", "genesis"], ["plugins"]])
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["show", "genesis"], ["verify"], ["remove", "genesis"], ["plugins"], ["config", "show"]]
+)
 def test_a_command_works_where_torch_cannot_be_imported(library: Path, tmp_path: Path, arguments: list[str]) -> None:
     for package in ("torch", "transformers"):
         (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package} was imported')")
