@@ -22,6 +22,7 @@ import xxhash
 from pydantic import BaseModel, ValidationError
 
 from memstore import registry
+from memstore.auto import AUTO, choose
 from memstore.config import load as load_config
 from memstore.errors import IndexNotice, ReadOnlyStoreError, StoreError, StoreFullError
 from memstore.index_record import IndexFile, IndexRecord, all_records, read_record, write_record
@@ -44,18 +45,29 @@ class MemoryIndex:
     record: IndexRecord | None
 
 
-def open_index(opened: OpenMemory, backend: str | None = None, keys: Keys | None = None) -> MemoryIndex:
+def check_backend(backend: str | None) -> None:
+    """Raises ConfigError or PluginError if the backend named here, or the configured one, cannot be used."""
+    config = load_config()
+    chosen = config.settings.index
+    if AUTO in (backend, chosen.backend if backend is None else None):
+        backend = chosen.auto.small
+    config.index_plugin(backend)
+
+
+def open_index(
+    opened: OpenMemory, backend: str | None = None, keys: Keys | None = None, device: str = "cpu"
+) -> MemoryIndex:
     """The index of an open memory for the backend named here, or for the configured one.
 
-    keys: the blocks [n_i, d] of slots, by name, where they are not to be read from the store. What has to be built is
-    kept for the next time if the store can be written, and an IndexNotice says why.
+    device: where the queries are, on which the choice of "auto" depends. keys: the blocks [n_i, d] of slots, by name,
+    where they are not to be read from the store. What has to be built is kept for the next time if the store can be
+    written, and an IndexNotice says why.
 
     Raises ConfigError, PluginError, IndexBuildError, DamagedMemoryError.
     """
-    name, plugin, options = load_config().index_plugin(backend)
-    job = _Job(opened, keys, name, plugin, options)
+    job = _Job(opened, keys, *_plugin(opened.memory, backend, device=device))
     if not job.saved:
-        return job.build(read_record(job.records, job.manifest.id, name))
+        return job.build(read_record(job.records, job.manifest.id, job.backend))
     try:
         return job.load()
     except _UnusableError as error:
@@ -70,7 +82,7 @@ def reindex(
     options: the backend's own, over those configured. Returns the backend's name and the record, which is None for a
     backend that keeps nothing. Raises what :func:`open_index` raises, ReadOnlyStoreError, StoreFullError.
     """
-    name, plugin, chosen = load_config().index_plugin(backend, options)
+    name, plugin, chosen = _plugin(memory, backend, options)
     with memory.open() as opened:
         job = _Job(opened, None, name, plugin, chosen)
         if not job.saved:
@@ -95,6 +107,16 @@ def remember(memory: Memory, backend: str, tuned: Mapping[str, int], quality: Ma
             record = read_record(job.records, memory.manifest.id, backend) or job.record("", {}, 0.0)
             fresh = record.model_copy(update={"tuned": dict(tuned), "quality": dict(quality)})
             write_record(job.records, memory.manifest, fresh)
+
+
+def _plugin(
+    memory: Memory, backend: str | None, options: Mapping[str, Any] | None = None, device: str = "cpu"
+) -> tuple[str, type[VectorIndex], BaseModel]:
+    config = load_config()
+    records = all_records(memory.store.records, memory.manifest.id)
+    chosen = choose(config, backend, memory.manifest, records, device).backend
+    is_configured = backend is None and chosen == config.settings.index.backend
+    return config.index_plugin(None if is_configured else chosen, options)
 
 
 class _UnusableError(Exception):

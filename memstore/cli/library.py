@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from memstore import config
+from memstore.auto import choose
 from memstore.cli.common import JsonOption, StoreOption, complain, open_store, out, size, write_json
 from memstore.errors import MemstoreError
 
@@ -53,11 +55,13 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
             "metadata": memory.metadata,
             "fingerprint": memory.fingerprint,
             "indexes": [_index_facts(record) for record in opened.indexes(name)],
+            "searched_by": choose(config.load(), None, manifest, opened.indexes(name))._asdict(),
         }
     if as_json:
         write_json(facts)
         return
     fingerprint, parts, indexes = facts.pop("fingerprint"), facts.pop("parts"), facts.pop("indexes")
+    searched = facts.pop("searched_by")
     facts["nbytes"] = f"{facts['nbytes']:,} ({size(facts['nbytes'])})"
     facts["parts"] = _parts_in_words(parts)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -67,6 +71,7 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
         table.add_row(key.replace("_", " "), str(value))
     for key, value in fingerprint.items():
         table.add_row(f"fingerprint: {key}", str(value))
+    table.add_row("searched by", f"{searched['backend']}: {searched['reason']}")
     for index in indexes:
         table.add_row(f"index: {index['backend']}", _index_in_words(index))
     out.print(table)

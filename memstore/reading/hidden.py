@@ -24,10 +24,9 @@ from memstore.attention import (
     shifted_exp,
     split_heads,
 )
-from memstore.config import load as load_config
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation
-from memstore.indexes import open_index
+from memstore.indexes import check_backend, open_index
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import readings
@@ -110,10 +109,7 @@ class HiddenAttachment(Attachment):
             top_k is not None and top_k != "all" and (not isinstance(top_k, int) or top_k < 1)
         ):
             raise AttachError(f'top_k={top_k!r} must be a whole number of at least 1, "all", or None.')
-        if index is not None:
-            load_config().index_plugin(
-                index
-            )  # a name that does not exist is refused now, and also where nothing needs searching
+        check_backend(index)  # also where nothing needs searching: what is wrong is told now
         self.top_k, self.index = adapter.native_window if top_k is None else top_k, index
         self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
         self.layers = checked_layers(layers, len(self.attentions))
@@ -142,7 +138,7 @@ class HiddenAttachment(Attachment):
                     blocks[id(memory)] = [block.to(device) for block in self.open_memory(memory).blocks("hidden")]
                 if self.top_k != "all" and self.top_k < total and id(memory) not in indexes:
                     keys = blocks[id(memory)]
-                    found = open_index(self.open_memory(memory), self.index, {"hidden": keys})
+                    found = open_index(self.open_memory(memory), self.index, {"hidden": keys}, str(device))
                     indexes[id(memory)] = found.indexes["hidden"]
             chosen = [indexes[id(memory)] for memory in row] if self.top_k != "all" and self.top_k < total else []
             self._shelves.append(Shelf(row, [blocks[id(memory)] for memory in row], chosen))

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from memstore.attachment import Attachment, TopK, restart
 from memstore.attention import Partial, merge, normalise, ordinary_attention
-from memstore.config import load as load_config
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
-from memstore.indexes import open_index
+from memstore.indexes import check_backend, open_index
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import readings
@@ -80,8 +79,7 @@ class KvAttachment(Attachment):
         super().__init__(adapter, rows, explain)
         if top_k not in (None, "all"):
             raise AttachError(f'top_k={top_k!r}: a decoder-only memory is read by budget= in tokens, or top_k="all".')
-        if index is not None:
-            load_config().index_plugin(index)  # a name that does not exist is refused now
+        check_backend(index)  # also where nothing needs searching: what is wrong is told now
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < BLOCK):
             raise AttachError(f"budget={budget!r} must be a whole number of at least {BLOCK} tokens, a block's size.")
         self.layers = checked_layers(layers, len(adapter.self_attentions))
@@ -121,7 +119,10 @@ class KvAttachment(Attachment):
                 continue
             for memory in row:
                 if id(memory) not in self._indexes:
-                    self._indexes[id(memory)] = open_index(self.open_memory(memory), self.index).indexes
+                    self._indexes[id(memory)] = self._open(memory)
+
+    def _open(self, memory: Memory) -> dict[str, VectorIndex]:
+        return open_index(self.open_memory(memory), self.index, device=str(device_of(self.model))).indexes
 
     def _release(self) -> None:
         self._whole.clear()
