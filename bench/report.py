@@ -1,0 +1,128 @@
+"""What the benchmarks found, from the JSON they wrote: the tables of bench/README.md, and a picture.
+
+python bench/report.py        prints the tables, writes results/index.svg
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+K = 256
+TARGET = 0.99  # of the mass that the k best keys hold
+
+Row = dict[str, Any]
+
+
+def load() -> list[Row]:
+    """The results of `bench/index.py` on the CPU, one for each dataset."""
+    files = sorted(file for file in RESULTS.glob("index-*.json") if "quick" not in file.stem)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def curves(size: Row, k: int = K) -> dict[tuple[str, str], list[Row]]:
+    """What each index, by name and dtype, found for k keys, with its tunable option from cheap to dear."""
+    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in size["searches"]:
+        if row["k"] == k:
+            found[row["backend"], row["dtype"]].append(row)
+    return found
+
+
+def cheapest(rows: list[Row]) -> Row:
+    """The cheapest that reaches the target, or else the one that finds most."""
+    good = [row for row in rows if row["share"] >= TARGET]
+    return min(good, key=lambda row: row["cpu_ms"]) if good else max(rows, key=lambda row: row["share"])
+
+
+def index_table(results: list[Row]) -> Iterator[str]:
+    """For the largest size of each dataset, what each index costs to reach the target."""
+    heads = "keys, index, stored as, build s, peak, file, option, CPU ms, exact ÷ this, recall, mass, share"
+    yield f"| {heads.replace(', ', ' | ')} |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for result in results:
+        size = max(result["sizes"], key=lambda size: size["n"])
+        builds = {(build["backend"], build["dtype"]): build for build in size["builds"]}
+        best = {key: cheapest(rows) for key, rows in curves(size).items()}
+        for (name, dtype), row in best.items():
+            build = builds[name, dtype]
+            option = f"{row['option']} {row['value']}" if row["option"] else ""
+            ratio = best["exact", dtype]["cpu_ms"] / row["cpu_ms"]
+            cells = (
+                f"`{result['dataset']}`, {size['n']:,} × {size['d']}",
+                f"`{name}`",
+                dtype,
+                f"{build['cpu_s']:.1f}",
+                f"{build['peak_of_vectors']:.2f}",
+                f"{build['saved_of_vectors']:.2f}",
+                option,
+                f"{row['cpu_ms']:.1f}",
+                f"{ratio:.1f}",
+                f"{row['recall']:.3f}",
+                f"{row['mass']:.3f}",
+                f"{row['share']:.3f}",
+            )
+            yield f"| {' | '.join(cells)} |"
+
+
+def reading_table(result: Row) -> Iterator[str]:
+    """The bandwidth of a sum and of the fused read, by dtype and rows of queries."""
+    counts = [read["queries"] for read in result["cases"][0]["reads"]]
+    yield f"| stored as | sum, GB/s | {' | '.join(f'read, {m}' for m in counts)} |"
+    yield f"|---|---|{'---|' * len(counts)}"
+    for case in result["cases"]:
+        shares = [f"{read['read_gb_s']:.1f} ({read['share']:.0%})" for read in case["reads"]]
+        yield f"| {case['dtype']} | {case['sum_gb_s']:.1f} | {' | '.join(shares)} |"
+
+
+def tables() -> list[str]:
+    return [
+        "\n".join(index_table(load())),
+        "\n".join(reading_table(json.loads((RESULTS / "reading.json").read_text()))),
+    ]
+
+
+def draw(results: list[Row], path: Path) -> None:
+    """One panel for each dataset, at its largest size: a curve for each index over its tunable option, k = 256."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.use("svg")
+    names = sorted({row["backend"] for result in results for size in result["sizes"] for row in size["searches"]})
+    mpl.rcParams["svg.hashsalt"] = "memstore"  # the same file for the same figures
+    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4), squeeze=False)
+    for axis, result in zip(axes[0], results, strict=True):
+        size = max(result["sizes"], key=lambda size: size["n"])
+        for (name, dtype), rows in curves(size).items():
+            axis.plot(
+                [row["cpu_ms"] for row in rows],
+                [row["share"] for row in rows],
+                marker="o",
+                markersize=4,
+                linewidth=1,
+                linestyle="-" if dtype == "bfloat16" else ":",
+                color=f"C{names.index(name)}",
+                label=f"{name}, {dtype}",
+            )
+        axis.set(
+            xscale="log", xlabel="CPU ms for 64 queries", title=f"{result['dataset']}, {size['n']:,} × {size['d']}"
+        )
+        axis.axhline(TARGET, color="grey", linewidth=0.6, linestyle="--")
+        axis.grid(alpha=0.2)
+    axes[0][0].set_ylabel(f"attention mass found, share of the {K} best keys'")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    print("\n\n".join(tables()))
+    draw(load(), RESULTS / "index.svg")
+
+
+if __name__ == "__main__":
+    main()
