@@ -196,3 +196,36 @@ def test_the_published_pass_keys_are_those_of_the_bench(seed: int) -> None:
     assert right["memory"] >= right["pasted"]
     row = f"| 16,384 | {seed} | 20 | 20, {right['memory']}, {right['pasted']} |"
     assert row in (ROOT / "bench/README.md").read_text(encoding="utf-8")
+
+
+def test_the_published_tables_of_the_indexes_are_those_of_the_bench() -> None:
+    published = (ROOT / "bench/README.md").read_text(encoding="utf-8")
+    for table in runpy.run_path(str(ROOT / "bench/report.py"))["tables"]():
+        assert table in published, "run bench/report.py"
+
+
+def test_what_is_claimed_of_the_indexes_was_measured() -> None:
+    """The bounds that bench/README.md names, held against every figure they speak of."""
+    results = {result["dataset"]: result for result in runpy.run_path(str(ROOT / "bench/report.py"))["load"]()}
+
+    def best(dataset: str, n: int, backend: str, dtype: str, k: int = 256) -> float:
+        """CPU ms of the cheapest search that reaches 99 % of the mass."""
+        (size,) = [size for size in results[dataset]["sizes"] if size["n"] == n]
+        rows = [row for row in size["searches"] if (row["backend"], row["dtype"], row["k"]) == (backend, dtype, k)]
+        return min(row["cpu_ms"] for row in rows if row["share"] >= 0.99)
+
+    assert best("mixed/512", 200_000, "faiss-flat", "float32") >= 4 * best("mixed/512", 200_000, "exact", "bfloat16")
+    for layer in ("4.0", "14.1"):
+        for dtype in ("float32", "bfloat16"):
+            ours, theirs = (best(f"smollm2/{layer}", 992_594, name, dtype) for name in ("faiss-ivf", "exact"))
+            assert theirs >= 5 * ours
+    for result in results.values():
+        for size in result["sizes"]:
+            for row in size["searches"]:
+                assert 0 <= row["mass"] <= 1
+                if (row["backend"], row["dtype"]) in [("exact", "float32"), ("faiss-flat", "float32")]:
+                    assert row["recall"] > 0.9999  # near ties may fall either way
+                    assert row["share"] > 0.9999
+            flat = [build for build in size["builds"] if build["backend"] in ("exact", "faiss-flat")]
+            if size["n"] >= 100_000:  # below, what the libraries themselves hold outweighs the vectors
+                assert all(build["peak_of_vectors"] < 1.3 for build in flat)
