@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from memstore import config, registry
 from memstore.config import Config
+from memstore.config.layers import Layer, Origin
+from memstore.config.sources import read
 from memstore.errors import ConfigError, PluginError
 from memstore.interfaces import Options, VectorIndex
-from memstore.layers import Layer, Origin
-from memstore.sources import read
 
 pytestmark = pytest.mark.usefixtures("user_directory")
 DEFAULTS = Layer(Origin("defaults"), read(config.DEFAULTS) or {})

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from memstore.config.layers import Layer, Origin, Table
 from memstore.errors import ConfigError
-from memstore.layers import Layer, Origin, Table
 
 PREFIX = "MEMSTORE__"
 DEEPEST = 32  # tables and lists within each other; no setting needs more

@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from memstore.sources import PREFIX
+from memstore.config.sources import PREFIX
 from memstore.toml import KeyPath
 
 SINGLE = {"bool_type", "float_type", "int_type", "path_type", "string_type"}
 LONGEST = 100  # characters of a value that are shown
 
 
-def explain(
+def explanation(
     error: ValidationError,
     model: type[BaseModel],
     where: Callable[[KeyPath], str],
