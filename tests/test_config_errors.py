@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memstore import config, registry, toml
+from memstore import config, registry
 from memstore.config import Config
 from memstore.errors import ConfigError
 from tests.conftest import Distribution
@@ -282,7 +283,7 @@ def test_whatever_is_configured_is_right_or_a_config_error(
     tmp_path: Path, table: dict[str, Any], environ: dict[str, str]
 ) -> None:
     file = tmp_path / "plugins.toml"
-    file.write_bytes(toml.dumps(table).encode())
+    file.write_bytes(tomlkit.dumps(table).encode())
     try:
         loaded = config.load(tmp_path, environ)
     except ConfigError:

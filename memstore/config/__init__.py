@@ -19,12 +19,11 @@ from pydantic import BaseModel, ValidationError
 from memstore import registry
 from memstore.config import profiles, sources
 from memstore.config.explain import explanation, shown
-from memstore.config.layers import Layer, Leaf, Origin, Table, merge, nested
+from memstore.config.layers import KeyPath, Layer, Leaf, Origin, Table, dotted, merge, nested
 from memstore.config.settings import Settings
 from memstore.config.sources import PREFIX
 from memstore.errors import ConfigError, PluginError
 from memstore.interfaces import RecordStore, VectorIndex
-from memstore.toml import KeyPath, dotted
 
 FILE = "plugins.toml"
 DEFAULTS = Path(__file__).parents[1] / "defaults.toml"

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from memstore.config.layers import KeyPath
 from memstore.config.sources import PREFIX
-from memstore.toml import KeyPath
 
 SINGLE = {"bool_type", "float_type", "int_type", "path_type", "string_type"}
 LONGEST = 100  # characters of a value that are shown
