@@ -48,11 +48,6 @@ class Config:
                 explanation(error, Settings, self._where, also=() if inside else profiles.KEYS)
             ) from error
 
-    def index(self, backend: str | None = None, options: Mapping[str, Any] | None = None) -> VectorIndex:
-        """A new index of the named backend, or of the configured one. See :meth:`index_plugin`."""
-        _, plugin, checked = self.index_plugin(backend, options)
-        return plugin(checked)
-
     def index_plugin(
         self, backend: str | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, type[VectorIndex], BaseModel]:
