@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from memstore.config.settings import AUTO
 from memstore.index_record import IndexRecord
 from memstore.manifest import Manifest
 
 if TYPE_CHECKING:
     from memstore.config import Config
-
-AUTO = "auto"  # no plugin: it stands for a choice
 
 
 class Choice(NamedTuple):

@@ -22,8 +22,9 @@ import xxhash
 from pydantic import BaseModel, ValidationError
 
 from memstore import registry
-from memstore.auto import AUTO, choose
+from memstore.auto import choose
 from memstore.config import load as load_config
+from memstore.config.settings import AUTO
 from memstore.errors import IndexNotice, ReadOnlyStoreError, StoreError, StoreFullError
 from memstore.index_record import IndexFile, IndexRecord, all_records, read_record, write_record
 from memstore.interfaces import Lock, SavedIndex, VectorIndex

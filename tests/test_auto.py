@@ -7,7 +7,7 @@ import pytest
 import memstore
 from memstore import config
 from memstore.auto import choose
-from memstore.errors import IndexNotice, PluginError
+from memstore.errors import ConfigError, IndexNotice, PluginError
 from memstore.indexes import check_backend, open_index, remember
 from tests import kept
 from tests.models import build, read, run
@@ -105,3 +105,9 @@ def test_a_wrong_choice_is_told_when_attaching(memory, monkeypatch):
     monkeypatch.setenv("MEMSTORE__INDEX__AUTO__SMALL", "exakt")
     with pytest.raises(PluginError, match="Did you mean 'exact'"):
         memstore.attach(build("bart"), memory)
+
+
+def test_a_choice_has_no_options(memory, monkeypatch):
+    monkeypatch.setenv("MEMSTORE__INDEX__OPTIONS__STEP", "2")
+    with pytest.raises(ConfigError, match='STEP: index.options.*"auto" has no options'):
+        config.load()
