@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from memstore.errors import DocumentError
+from memstore.errors import CheckError, DocumentError
 from memstore.manifest import PartSpec, WindowRule
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from memstore.attachment import Attachment
-    from memstore.memory import Memory
+    from memstore.memory import Memory, OpenMemory
 
 Buffer = bytes | bytearray | memoryview
 Mode = Literal["a", "r"]
@@ -249,6 +249,19 @@ class ModelAdapter(ABC):
     @abstractmethod
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> Attachment:
         """Bind memories, one list for each batch row, or a single list for all rows."""
+
+    def queries(self, opened: OpenMemory) -> dict[int, torch.Tensor]:
+        """A bounded sample of what the decoder asks of this memory, the same every time: {layer: [m, num_heads, d]}.
+
+        float32 on the CPU, with the width and in the space of the keys that an index holds, and multiplied by the
+        attention's scaling, so that inner products with the keys are the scores of the softmax.
+
+        Raises CheckError if the model cannot give one, AttachError while a memory is attached to it.
+        """
+        raise CheckError(
+            f"{type(self).__name__} gives no sample of what {type(self.model).__name__} asks, by which to judge an "
+            "index. An adapter that derives from EncoderDecoderAdapter or DecoderOnlyAdapter gives one."
+        )
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokens to read before every window of a long document; none unless the family needs them."""
