@@ -78,6 +78,8 @@ class IndexCache:
         if record is None or not record.files or self.folder is None:
             raise UnusableError("none was kept")
         self._check_current(record)
+        if record.files.keys() != {slot.name for slot in self.slots}:
+            raise UnusableError("the one kept is of another kind of memory")
         try:
             options = self._searched_with(record)
         except ValidationError as error:
@@ -99,7 +101,7 @@ class IndexCache:
         return MemoryIndex(self.backend, indexes, record)
 
     def build(self, record: IndexRecord | None) -> MemoryIndex:
-        """Build from the memory's vectors. ``record``: what may have been tuned for a backend that keeps no files."""
+        """Build from the memory's vectors. ``record``: how it was built and tuned before, if that is to be kept up."""
         begun = time.monotonic()
         options = self.options if record is None else self._searched_with(record)
         indexes = {}
@@ -112,13 +114,14 @@ class IndexCache:
     def build_and_keep(self, reason: str) -> MemoryIndex:
         """Build, because of ``reason``, and keep it if that is possible."""
         if self.store.mode == "r" or self.folder is None:
-            built, kept = self.build(None), "It is not kept, because the store was opened read-only or is not on disk."
+            built = self.build(self._current_record())
+            kept = "It is not kept, because the store was opened read-only or is not on disk."
         else:
             with self.locked():
                 try:
                     return self.load()  # another process may have been faster
                 except UnusableError:
-                    built = self.build(None)
+                    built = self.build(self._current_record())
                 try:
                     built, kept = self.keep(built), "It is kept for the next time."
                 except StoreError as error:
@@ -131,7 +134,7 @@ class IndexCache:
         )
         return built
 
-    def keep(self, built: MemoryIndex, tuned: Mapping[str, int] | None = None) -> MemoryIndex:
+    def keep(self, built: MemoryIndex) -> MemoryIndex:
         """Write the files and make them known; what they replace is deleted. Raises StoreError."""
         assert self.folder is not None
         name = uuid.uuid4().hex
@@ -142,7 +145,7 @@ class IndexCache:
                 assert isinstance(index, SavedIndex)
                 index.save(folder / slot)
                 files[slot] = IndexFile(nbytes=(folder / slot).stat().st_size, checksum=_checksum(folder / slot))
-            record = self.record(name, files, self.seconds, tuned)
+            record = self.record(name, files, built.record)
             write_record(self.records, self.manifest, record)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -155,19 +158,20 @@ class IndexCache:
         self._sweep()
         return MemoryIndex(self.backend, built.indexes, record)
 
-    def record(
-        self, folder: str, files: dict[str, IndexFile], seconds: float, tuned: Mapping[str, int] | None = None
-    ) -> IndexRecord:
+    def record(self, folder: str, files: dict[str, IndexFile], before: IndexRecord | None) -> IndexRecord:
+        """What is to be known of an index: with these files, and else as ``before``, if that is to be kept up."""
         plugin = registry.info(registry.BACKENDS, self.backend)
+        options = {key: value for key, value in self.options.model_dump(mode="json").items() if self._decides(key)}
         return IndexRecord(
             backend=self.backend,
             distribution=plugin.distribution,
             version=plugin.version,
             created=time.time(),
-            seconds=seconds,
+            seconds=self.seconds,
             digest=self.manifest.digest,
-            options={key: value for key, value in self.options.model_dump(mode="json").items() if self._decides(key)},
-            tuned=dict(tuned or {}),
+            options=options if before is None else before.options,
+            tuned={} if before is None else before.tuned,
+            quality=None if before is None else before.quality,
             folder=folder,
             files=files,
         )
@@ -181,8 +185,19 @@ class IndexCache:
         configured = self.options.model_dump(mode="json", exclude_unset=True)
         return self.plugin.Options.model_validate({**record.options, **record.tuned, **configured})
 
+    def _current_record(self) -> IndexRecord | None:
+        """The record of an index whose files are of no use, if it would be built again as it was."""
+        record = read_record(self.records, self.manifest.id, self.backend)
+        try:
+            if record is not None:
+                self._check_current(record)
+                self._searched_with(record)
+        except (UnusableError, ValidationError):
+            return None
+        return record
+
     def _check_current(self, record: IndexRecord) -> None:
-        if record.digest != self.manifest.digest or record.files.keys() != {slot.name for slot in self.slots}:
+        if record.digest != self.manifest.digest:
             raise UnusableError("the one kept was built from other vectors")
         for option, value in self.options.model_dump(mode="json", exclude_unset=True).items():
             if self._decides(option) and record.options.get(option) != value:

@@ -63,8 +63,11 @@ def reindex(
         if cache.folder is None:
             raise StoreError(f"The store {memory.store.path} keeps nothing on disk, so it cannot keep an index either.")
         with cache.locked():
+            built = cache.build(None)
             tuned = {key: value for key, value in (options or {}).items() if key in plugin.tunable}
-            return name, cache.keep(cache.build(None), tuned).record
+            if tuned:
+                built.record = cache.record("", {}, None).model_copy(update={"tuned": tuned})
+            return name, cache.keep(built).record
 
 
 def remember(memory: Memory, backend: str, tuned: Mapping[str, int], quality: Mapping[str, Any]) -> None:
@@ -76,7 +79,7 @@ def remember(memory: Memory, backend: str, tuned: Mapping[str, int], quality: Ma
     with memory.open() as opened:
         cache = IndexCache(opened, None, backend, plugin, options)
         with cache.locked():
-            record = read_record(cache.records, memory.manifest.id, backend) or cache.record("", {}, 0.0)
+            record = read_record(cache.records, memory.manifest.id, backend) or cache.record("", {}, None)
             fresh = record.model_copy(update={"tuned": dict(tuned), "quality": dict(quality)})
             write_record(cache.records, memory.manifest, fresh)
 

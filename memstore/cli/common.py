@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
@@ -14,7 +15,7 @@ from rich.text import Text
 
 import memstore
 from memstore import config
-from memstore.errors import MemstoreError
+from memstore.errors import IndexNotice, MemstoreError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +52,10 @@ def reporting(function: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            function(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("always", IndexNotice)
+                warnings.showwarning = _show_warning
+                function(*args, **kwargs)
         except MemstoreError as error:
             complain(str(error))
             if kwargs["as_json"]:
@@ -59,6 +63,13 @@ def reporting(function: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(1) from error
 
     return run
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    if issubclass(category, IndexNotice):
+        err.print(Text.assemble(("Note: ", "bold"), str(message)), soft_wrap=True)
+    else:
+        err.print(warnings.formatwarning(message, category, *place[:2]), soft_wrap=True, end="")
 
 
 def complain(message: str) -> None:

@@ -174,6 +174,7 @@ def test_files_of_another_memory_are_not_taken_for_its_own(library, hidden):
 
 def test_other_options_are_another_index(memory, monkeypatch):
     memory.store.reindex(memory.name, "kept", {"scale": 2})
+    remember(memory, "kept", {"step": 4}, {"mass": 0.5})  # which says nothing of the other
     monkeypatch.setenv("MEMSTORE__INDEX__BACKEND", "kept")
     monkeypatch.setenv("MEMSTORE__INDEX__OPTIONS__SCALE", "0.5")
     expect_built(memory, "built with scale = 2.0, and 0.5 is configured")
@@ -203,6 +204,16 @@ def test_what_was_tuned_is_used_unless_something_else_is_configured(memory, monk
     memory.store.reindex(memory.name, "kept")  # tuned for what is no longer there
     assert memory.store.indexes(memory.name)[0].tuned == {}
     assert memory.store.reindex(memory.name, "kept", {"step": 2})[1].tuned == {"step": 2}
+
+
+def test_a_damaged_index_is_built_again_as_it_was(memory):
+    memory.store.reindex(memory.name, "kept", {"scale": 2})
+    remember(memory, "kept", {"step": 4}, {"mass": 0.5})
+    files(memory)[0].unlink()
+    with pytest.warns(IndexNotice, match="is missing"):
+        assert all(id % 4 == 0 for _, ids in found(memory).values() for id in ids.flatten().tolist())
+    (record,) = memory.store.indexes(memory.name)
+    assert (record.options, record.tuned, record.quality) == ({"scale": 2.0}, {"step": 4}, {"mass": 0.5})
 
 
 def test_indexes_of_several_backends_lie_beside_each_other(memory, tmp_path, monkeypatch):
