@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from memstore.verify import VerifyResult
 
 
-def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str = "lmdb") -> MemoryStore:
+def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str) -> MemoryStore:
     """Open the store at ``path``: for reading and writing, created if it is missing ("a"), or read-only ("r").
 
-    Raises StoreNotFoundError, ReadOnlyStoreError, FormatError (another format), DamagedMemoryError (the catalog), or
-    StoreError for a path that cannot be that of a store.
+    ``records`` names the backend that keeps its bytes. Raises PluginError for an unknown one, StoreNotFoundError,
+    ReadOnlyStoreError, FormatError (another format), DamagedMemoryError (the catalog), or StoreError for a path that
+    cannot be that of a store.
     """
     if mode not in ("a", "r"):
         raise ValueError(f'mode is "a" or "r", not {mode!r}.')
@@ -45,7 +46,7 @@ def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str = "lmdb
 
 
 class MemoryStore:
-    """A collection of memories in a folder. Get one with :func:`memstore.open`; a context manager."""
+    """A collection of memories. Get one with :func:`memstore.open`; a context manager."""
 
     def __init__(self, path: Path, mode: Mode, backend: str) -> None:
         self.path, self.mode, self.backend = path, mode, backend
@@ -190,7 +191,7 @@ class MemoryStore:
         return check(self, name, model, backend=backend, k=k, tune=tune, target_mass=target_mass)
 
     def verify(self, name: str | None = None) -> list[VerifyResult]:
-        """Check every byte of one memory, or of all, in another process, which damage may crash.
+        """Check every byte of one memory, or of all: in another process, which damage may crash, if one can see them.
 
         Raises MemoryNotFoundError.
         """

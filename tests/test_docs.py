@@ -163,7 +163,7 @@ def test_the_page_of_settings_shows_all_defaults() -> None:
 
 @pytest.mark.parametrize("group", [registry.BACKENDS, registry.ADAPTERS])
 def test_the_readme_lists_every_plugin(group: str) -> None:
-    rows = {row[0]: row[1] for row in re.findall(r"^\| `(\w+)` \|(.*)$", prose(ROOT / "README.md"), re.MULTILINE)}
+    rows = {row[0]: row[1] for row in re.findall(r"^\| `([\w-]+)` \|(.*)$", prose(ROOT / "README.md"), re.MULTILINE)}
     for plugin in registry.plugins(group):
         if plugin.distribution == "memstore-attention":
             known = getattr(registry.load(group, plugin.name), "model_types", ())

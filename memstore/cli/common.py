@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 import memstore
-from memstore import config
-from memstore.errors import IndexNotice, MemstoreError
+from memstore import config, registry
+from memstore.errors import ConfigError, IndexNotice, MemstoreError
+from memstore.interfaces import RecordStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,8 +84,15 @@ def write_json(document: Any) -> None:
 
 
 def open_store(path: Path | None, mode: Mode) -> MemoryStore:
-    """The store at ``path``, or the configured one."""
-    return memstore.open(path or config.load().settings.store.path, mode)
+    """The store at ``path``, or the configured one. Raises ConfigError if nothing of it would outlast the command."""
+    configured = config.load()
+    records = configured.records()
+    if not registry.load(registry.BACKENDS, records, RecordStore).persistent:
+        raise ConfigError(
+            f"{configured.origins['store.records']}: store.records = {records!r}: keeps nothing once a command has "
+            "ended. Name a record backend that does."
+        )
+    return memstore.open(path or configured.settings.store.path, mode, records=records)
 
 
 def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

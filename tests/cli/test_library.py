@@ -170,3 +170,13 @@ def test_a_wrong_reindex(
 def test_reindexing_creates_no_store(run: Run, tmp_path: Path) -> None:
     assert run("reindex", "genesis", "--store", tmp_path / "nowhere").exit_code == 1
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("command", [("list",), ("verify",), ("remove", "esther")], ids=" ".join)
+def test_a_store_that_ends_with_the_command_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MEMSTORE__STORE__RECORDS", "in-memory")
+    result = run(*command, "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert "'in-memory': keeps nothing once a command has ended" in result.stderr
