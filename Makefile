@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 BIN := $(VENV)/bin
+# A plugin in a distribution of its own, which the tests find as that of a third party.
+EXAMPLE := examples/memstore-numpy-backend
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest lint format clean
@@ -33,10 +35,11 @@ clean:  ## Remove the virtual environments and everything that was built
 
 $(VENV)/.installed: constraints.txt
 $(VENV_OLDEST)/.installed: constraints-oldest.txt
-%/.installed: pyproject.toml
+%/.installed: pyproject.toml $(EXAMPLE)/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "memstore needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is not one. Name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 		exit 1; }
 	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(filter constraints%,$^) --editable '.[dev,demo]'
+	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(filter constraints%,$^) --editable '.[dev,demo]' \
+		--editable $(EXAMPLE)
 	@touch $@
