@@ -146,7 +146,7 @@ def test_an_unknown_backend_is_blamed_on_the_setting_or_on_the_argument() -> Non
     wrong = Config([DEFAULTS, layer("file", index={"backend": "exakt"}, store={"records": "exact"})])
     with pytest.raises(ConfigError, match=r"^file: index.backend = 'exakt': .* Did you mean 'exact'\?"):
         wrong.index_plugin()
-    with pytest.raises(ConfigError, match=r"^file: store.records = 'exact': .* is no RecordStore.*: lmdb"):
+    with pytest.raises(ConfigError, match=r"^file: store.records = 'exact': .* is no RecordStore.*: in-memory, lmdb"):
         wrong.records()
     with pytest.raises(PluginError, match=r"^No plugin of memstore.backends is named 'hnsv'.* exact"):
         wrong.index_plugin("hnsv")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 
 import memstore
-from memstore import registry
-from memstore.indexes import new_index
+from memstore import config, registry
 from memstore.store import MemoryStore
 from tests.models import build, read, run
 
@@ -35,8 +34,8 @@ def test_a_model_reads_with_it_what_it_reads_with_exact_search(library: MemorySt
     assert not torch.allclose(answers["numpy"], run(model), atol=1e-3)
 
 
-def test_it_is_chosen_and_set_by_configuration(monkeypatch: Any) -> None:
+def test_it_is_chosen_and_set_by_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMSTORE__INDEX__BACKEND", "numpy")
     monkeypatch.setenv("MEMSTORE__INDEX__OPTIONS__CHUNK", "7")
-    index: Any = new_index()
-    assert (type(index).__name__, index.options.chunk) == ("NumpyIndex", 7)
+    name, plugin, options = config.load().index_plugin()
+    assert (name, plugin.__name__, options.model_dump()) == ("numpy", "NumpyIndex", {"chunk": 7})

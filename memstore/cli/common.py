@@ -89,8 +89,8 @@ def open_store(path: Path | None, mode: Mode) -> MemoryStore:
     records = configured.records()
     if not registry.load(registry.BACKENDS, records, RecordStore).persistent:
         raise ConfigError(
-            f"{configured.origins['store.records']}: store.records = {records!r}: keeps nothing once a command has "
-            "ended. Name a record backend that does."
+            f"store.records = {records!r} keeps nothing once a command has ended. Name a record backend that does; "
+            "`memstore config show --origin` tells where this one was named."
         )
     return memstore.open(path or configured.settings.store.path, mode, records=records)
 

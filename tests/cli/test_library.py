@@ -91,7 +91,8 @@ def test_verify_finds_damage(run: Run, library: Path) -> None:
     assert [memory["ok"] for memory in json.loads(result.stdout)["memories"]] == [False, True]
 
 
-def test_plugins(run: Run) -> None:
+def test_plugins(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     lines = [line.split() for line in run("plugins").stdout.splitlines()]
     assert lines[0] == ["name", "kind", "distribution", "version", "available"]
     assert ["llama", "adapter", "memstore-attention", memstore.__version__, "yes"] in lines
@@ -109,7 +110,10 @@ def test_plugins(run: Run) -> None:
     }
 
 
-def test_plugins_names_what_to_install_for_one_that_cannot_be_used(run: Run, distribution: Distribution) -> None:
+def test_plugins_names_what_to_install_for_one_that_cannot_be_used(
+    run: Run, distribution: Distribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     plugins = {"odd": "third_odd:Odd [odd]", "gone": "third_gone:Odd", "odder": "third_odder:Odd"}
     modules = {"third_odd": "import nowhere_at_all", "third_odder": "no Python"}
     distribution("third", "memstore.backends", plugins, modules)
@@ -179,4 +183,4 @@ def test_a_store_that_ends_with_the_command_is_refused(
     monkeypatch.setenv("MEMSTORE__STORE__RECORDS", "in-memory")
     result = run(*command, "--store", tmp_path / "store")
     assert result.exit_code == 1
-    assert "'in-memory': keeps nothing once a command has ended" in result.stderr
+    assert "store.records = 'in-memory' keeps nothing once a command has ended" in result.stderr
