@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -13,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_SPAWN = get_context("spawn")  # such a process inherits nothing but the path of modules
+_SPAWN = get_context("spawn")  # such a process inherits nothing
 _KILLED = 9
 _open: list[Connection] = []  # to the one process for all checks of a session, because starting one takes seconds
 
@@ -66,14 +67,15 @@ def _run_and_end(call: bytes) -> NoReturn:
     os._exit(_KILLED)
 
 
-def _run(call: bytes) -> Any:
-    function, args, kwargs = pickle.loads(call)  # noqa: S301 - from the process that started this one
+def _run(packed: bytes) -> Any:
+    sys.path[:], call = pickle.loads(packed)  # noqa: S301 - from the process that started this one
+    function, args, kwargs = pickle.loads(call)  # noqa: S301
     return function(*args, **kwargs)
 
 
 def _pickled(*call: Any) -> bytes:
     try:
-        return pickle.dumps(call)
+        return pickle.dumps((sys.path, pickle.dumps(call)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise AssertionError(
             f"Another process must be able to import what is tested: {error}. Define it in a module of its own."
