@@ -6,8 +6,4 @@ from memstore_numpy_backend import NumpyIndex
 
 class TestNumpyIndex(VectorIndexContract):
     index = NumpyIndex
-
-
-class TestNumpyIndexInSmallChunks(VectorIndexContract):
-    index = NumpyIndex
-    options = {"chunk": 3}
+    options = {"chunk": 7}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ class ModelAdapterContract:
 
     adapter: ClassVar[type[ModelAdapter]]
     model: PreTrainedModel
+    _model: ClassVar[PreTrainedModel]  # made once for all tests of a class
 
     def make_model(self) -> PreTrainedModel:
         """A tiny random model, best with encoder and decoder of different depth and biases that are not zero."""
@@ -65,8 +67,10 @@ class ModelAdapterContract:
 
     @pytest.fixture(autouse=True)
     def _made(self) -> Iterator[None]:
-        torch.manual_seed(0)
-        self.model = self.make_model().eval()
+        if "_model" not in vars(type(self)):
+            torch.manual_seed(0)
+            type(self)._model = self.make_model().eval()
+        self.model = copy.deepcopy(self._model)
         with in_use(self.adapter):
             yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -169,7 +168,6 @@ class RecordStoreContract:
             reader.get(b"value 500")
         store.close()
         del reader, store
-        gc.collect()
         assert views == VALUES, "Views must keep their bytes after close and delete."
 
     def test_memories_are_listed_and_deleted(self, store: RecordStore) -> None:

@@ -176,16 +176,6 @@ class TestNormalising(Kit):
                 block.div_(2)
 
 
-class TestTouching(Kit):
-    fails, says = UNWRITTEN, "So ends who writes to memory that is read-only"
-
-    class index(ExactIndex):
-        def build(self, blocks):
-            super().build(blocks)
-            for block in blocks:
-                block.add_(0)
-
-
 class TestCareless(Kit):
     fails, says = "test_wrong_queries_are_refused", "Queries with NaN in them: QueryError is due, but nothing was"
 
@@ -328,3 +318,15 @@ class TestSilent(Kit):
         def save(self, path):
             if path.parent.exists():
                 super().save(path)
+
+
+class TestTouching(Kit):
+    """Last, because it ends the process that the others share."""
+
+    fails, says = UNWRITTEN, "So ends who writes to memory that is read-only"
+
+    class index(ExactIndex):
+        def build(self, blocks):
+            super().build(blocks)
+            for block in blocks:
+                block.add_(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +105,6 @@ def test_stores_of_one_path_share_it_until_the_last_is_closed(tmp_path: Path) ->
 
 def test_a_store_that_is_forgotten_is_a_store_that_is_closed(tmp_path: Path) -> None:
     making.write(memstore.open(tmp_path, records="in-memory"))
-    gc.collect()
     with pytest.raises(StoreNotFoundError):
         memstore.open(tmp_path, "r", records="in-memory")
 
@@ -118,7 +116,6 @@ def test_tensors_outlive_the_store(tmp_path: Path) -> None:
         with store["esther"].open() as opened:
             tensor = opened.block("large", 2)
     del store, opened
-    gc.collect()
     np.testing.assert_array_equal(tensor, making.rows("large", 128, 192))
 
 
