@@ -19,14 +19,15 @@ from memstore.testing.checks import refused
 from memstore.testing.processes import in_another_process
 from memstore.testing.truth import Truth
 
-KEYS, WIDTH = 1000, 32
+KEYS, WIDTH = 1200, 32
 BEST = 10  # how many keys recall is measured by
+MANY = 100  # so many that an approximate search which may do little misses some
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LAYOUTS: dict[str, list[int]] = {
     "one block": [KEYS],
     "a first block of one key": [1, KEYS - 1],
     "a last block of one key": [KEYS - 1, 1],
-    "blocks of many sizes": [7, 300, 64, 500, 129],
+    "blocks of many sizes": [7, 300, 64, 700, 129],
 }
 WRONG_QUERIES: dict[str, Tensor] = {
     "another width": torch.ones(2, WIDTH + 1),
@@ -75,7 +76,7 @@ class VectorIndexContract:
     def test_blocks_may_be_views_with_strides(self, dtype: torch.dtype) -> None:
         """As those of one key-value head are: [n, heads, d] at one head."""
         heads = torch.stack([random(KEYS, seed, dtype) for seed in range(3)], dim=1)
-        self.check([block[:, 1] for block in heads.split([600, 400])], random(20, seed=1))
+        self.check([block[:, 1] for block in heads.split(700)], random(20, seed=1))
 
     @each_dtype
     def test_queries_may_be_of_any_dtype_and_number(self, dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ class VectorIndexContract:
             assert truth.recall(index.search(queries, 1)[1], 1) == 1, "The only key is not found."
 
     def test_equal_keys_are_different_keys(self) -> None:
-        self.check(random(50).repeat(20, 1).split(300), random(20, seed=1))
+        self.check(random(60).repeat(KEYS // 60, 1).split(700), random(20, seed=1))
 
     @pytest.mark.parametrize(
         ("key_size", "query_size"), [(1, 1e6), (1e3, 1e3), (1e3, 1e30), (1e-3, 1e-6), (1, 1e-20), (1, 0)]
@@ -119,7 +120,7 @@ class VectorIndexContract:
     def test_blocks_are_never_written(self, dtype: torch.dtype, tmp_path: Path) -> None:
         keys, queries = random(KEYS, dtype=dtype), random(20, seed=1)
         kept = keys.clone()
-        self.check(keys.split([600, 400]), queries)
+        self.check(keys.split(700), queries)
         assert torch.equal(keys, kept), "The blocks that were built from have changed; they may be the store's own."
         file = tmp_path / "keys"
         file.write_bytes(kept.view(torch.uint8).numpy().tobytes())
@@ -173,9 +174,9 @@ class VectorIndexContract:
             for value in (*values, values[0]):
                 self.index.Options.model_validate({**self.options, name: value})
                 index.options = given.model_copy(update={name: value})
-                found.append(index.search(queries, BEST))
-                truth.check(found[-1], BEST)
-            recall = [truth.recall(ids, BEST) for _, ids in found]
+                found.append(index.search(queries, MANY))
+                truth.check(found[-1], MANY)
+            recall = [truth.recall(ids, MANY) for _, ids in found]
             assert all(map(torch.equal, found[0], found[-1])), f"{name!r} set back does not give the first results."
             assert not torch.equal(found[0][1], found[-2][1]), (
                 f"{name!r} changed from {values[0]} to {values[-1]} changes no result: is it read when searching?"
@@ -187,16 +188,17 @@ class VectorIndexContract:
     def test_block_maxima_are_the_best_scores_of_blocks(self, size: int) -> None:
         keys, queries = random(KEYS), random(20, seed=1)
         truth = Truth(keys, queries, self.score_tolerance)
-        maxima = self.built(keys.split([600, 400])).block_maxima(queries, size)
+        maxima = self.built(keys.split(700)).block_maxima(queries, size)
         blocks = -(-KEYS // size)
         assert maxima.dtype == torch.float32, f"Block maxima are {maxima.dtype}, and must be float32."
         assert tuple(maxima.shape) == (20, blocks), f"{blocks} blocks of 20 queries gave {tuple(maxima.shape)}."
         best = torch.stack([block.amax(1) for block in truth.scores.split(size, dim=1)], dim=1)
         assert (maxima <= best + truth.slack).all(), "A block's best score is higher than any score in it."
         if self.min_recall == 1:
-            assert (maxima >= best - truth.slack).all(), "A block's best score is lower than the best score in it."
+            low = (maxima < best - truth.slack) & ~maxima.isneginf()
+            assert not low.any(), "A block's best score is lower than the best score in it."
         top = maxima.gather(1, best.argmax(1, keepdim=True)) >= best.amax(1, keepdim=True) - truth.slack
-        assert top.double().mean() >= min(self.min_recall, 0.5), "The block of the best key is not found."
+        assert top.double().mean() >= self.min_recall, "The block of the best key is not found."
 
     def test_block_maxima_of_no_queries_are_none(self) -> None:
         shape = tuple(self.few().block_maxima(random(0), 8).shape)
@@ -264,7 +266,7 @@ def _search_mapped(
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         keys = torch.frombuffer(mapped, dtype=dtype).view(-1, WIDTH)
     built = index(index.Options.model_validate(options))
-    built.build(keys.split([600, 400]))
+    built.build(keys.split(700))
     return built.search(queries, BEST)
 
 
