@@ -215,10 +215,14 @@ class VectorIndexContract:
             file = tmp_path / f"{number} {len(options)}"
             index.save(file)
             assert file.is_file(), "Nothing was saved at the path that was given."
-            size, *loaded = in_another_process(_search_loaded, self.index, options, file, queries)
-            assert size == (number, WIDTH), f"Loaded num_keys and width are {size}, and should be {(number, WIDTH)}."
-            found = index.search(queries, BEST)
-            assert all(map(torch.equal, found, loaded)), f"A loaded index of {number} keys finds otherwise."
+            cheapest = {name: values[0] for name, values in self.index.tunable.items()}
+            for tuned in ({}, cheapest):  # which may differ from those that it was built with
+                again = {**options, **tuned}
+                size, *loaded = in_another_process(_search_loaded, self.index, again, file, queries)
+                assert size == (number, WIDTH), f"Loaded num_keys and width are {size}, not {(number, WIDTH)}."
+                index.options = index.options.model_copy(update=tuned)
+                same = all(map(torch.equal, index.search(queries, BEST), loaded))
+                assert same, f"An index of {number} keys, loaded with options {again}, finds otherwise."
 
     def test_an_index_that_cannot_be_saved_says_so(self, tmp_path: Path) -> None:
         index = self.few()

@@ -303,11 +303,20 @@ class TestMisnamed(Kit):
 
 
 class TestRounded(Kit):
-    fails, says = SAVED, "A loaded index of 1200 keys finds otherwise"
+    fails, says = SAVED, "An index of 1200 keys, loaded with options {}, finds otherwise"
 
     class index(Columns):
         def save(self, path):
             path.write_bytes(self.keys.half().float().numpy().tobytes())
+
+
+class TestTunedBefore(Kit):
+    fails, says = SAVED, "An index of 1200 keys, loaded with options {'width': 4}, finds otherwise"
+
+    class index(Columns):
+        def load(self, path):
+            super().load(path)
+            self.options = Width()
 
 
 class TestElsewhere(Kit):
