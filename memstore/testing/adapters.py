@@ -7,16 +7,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import memstore
-from memstore.errors import AttachError, ConfigError
+from memstore.errors import AttachError, CheckError, ConfigError
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import ITEM_BYTES, WindowRule
+from memstore.slots import slots
+from memstore.testing.adapter_steps import Stop, in_use, logits, logits_of, read_memory, shake
 from memstore.testing.checks import refused
 from memstore.testing.processes import in_another_process
 
@@ -188,10 +189,33 @@ class ModelAdapterContract:
             with refused(AttachError, f"Attaching with {options}"):
                 memstore.attach(self.model, memory, **options)
 
+    def test_queries_are_a_sample_that_fits_the_keys(self, library: MemoryStore) -> None:
+        """By which `memstore check` judges an index."""
+        adapter = self.adapter(self.model)
+        memory = library.encode(self.model, name="doc", **self.document())
+        with memory.open() as opened:
+            try:
+                sample = adapter.queries(opened)
+            except CheckError:
+                pytest.skip(f"{self.adapter.__name__} gives no sample of queries")
+            again = adapter.queries(opened)
+            widths = {slot.layer: slot.keys(opened)[0].shape[1] for slot in slots(memory.manifest)}
+            with memstore.attach(self.model, memory), refused(AttachError, "queries() while a memory is attached"):
+                adapter.queries(opened)
+        layers = sample.keys() if None in widths else widths.keys()  # encoder states are those of all layers
+        assert sample, "A sample of queries must be that of at least one layer."
+        assert sample.keys() == layers, f"Queries are those of layers {[*sample]}, not {[*layers]}."
+        for layer, queries in sample.items():
+            width = widths.get(layer, widths.get(None))
+            fits = queries.dim() == 3 and queries.dtype == torch.float32 and queries.shape[2] == width
+            assert fits, f"Queries are {queries.dtype} {[*queries.shape]}, and must be float32 [m, num_heads, {width}]."
+            assert queries.isfinite().all(), f"Queries of layer {layer} are NaN or infinite."
+            assert torch.equal(queries, again[layer]), f"Queries of layer {layer} differ from one call to the next."
+
     def test_another_process_reads_the_same(self, library: MemoryStore) -> None:
         with self.attached(library) as attached:
             expected = logits(self.model, attached, self.prompt())
-        read = in_another_process(_read, self.adapter, self.model, library.path, self.options, self.prompt())
+        read = in_another_process(read_memory, self.adapter, self.model, library.path, self.options, self.prompt())
         assert torch.equal(read, expected), "The memory reads otherwise in a process that has not written it."
 
     @property
@@ -239,54 +263,3 @@ class ModelAdapterContract:
         """What the adapter makes of windows."""
         with torch.no_grad():
             return self.adapter(self.model).encode(windows)
-
-
-class Stop(Exception):  # noqa: N818 - no error
-    """Leaves an attachment."""
-
-
-@contextmanager
-def in_use(adapter: type[ModelAdapter]) -> Iterator[None]:
-    """Let memstore take this adapter for any model."""
-    with (
-        patch("memstore.encode.adapter_for", lambda model: adapter),
-        patch("memstore.attaching.adapter_for", lambda model: adapter),
-    ):
-        yield
-
-
-def shake(tensors: list[Tensor]) -> None:
-    """Change all floating-point numbers in place."""
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                tensor.add_(torch.randn_like(tensor))
-
-
-def logits_of(output: Any) -> Tensor:
-    assert isinstance(output.logits, Tensor), "The model must have a head that gives logits."
-    return output.logits
-
-
-def logits(model: PreTrainedModel, attached: Attachment, prompt: Mapping[str, Tensor]) -> Tensor:
-    """What the model answers to the prompt while a memory is attached, and nothing else to read."""
-    inputs: dict[str, Any] = dict(prompt)
-    if model.config.is_encoder_decoder:
-        inputs["encoder_outputs"] = attached.empty_prompt()
-    with torch.no_grad():
-        return logits_of(model(**inputs))
-
-
-def _read(
-    adapter: type[ModelAdapter],
-    model: PreTrainedModel,
-    path: Path,
-    options: Mapping[str, Any],
-    prompt: Mapping[str, Tensor],
-) -> Tensor:
-    with (
-        in_use(adapter),
-        memstore.open(path, "r") as library,
-        memstore.attach(model, library["doc"], **options) as attached,
-    ):
-        return logits(model, attached, prompt)

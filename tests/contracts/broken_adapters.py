@@ -54,7 +54,7 @@ class TestNoisy(Kit):
 
     class adapter(BartAdapter):
         def encode(self, windows):
-            return {"hidden": torch.nn.functional.dropout(super().encode(windows)["hidden"])}
+            return {"hidden": torch.nn.functional.dropout(super().encode(windows)["hidden"], 0.5)}
 
 
 class TestSociable(Kit):
@@ -133,3 +133,19 @@ class TestAgreeable(Kit):
         def attachment(self, rows, **options):
             options.pop("no_such_option", None)
             return super().attachment(rows, **options)
+
+
+class TestAskingOtherwise(Kit):
+    fails, says = "test_queries_are_a_sample_that_fits_the_keys", "differ from one call to the next"
+
+    class adapter(BartAdapter):
+        def queries(self, opened):
+            return {layer: queries + torch.rand(1) for layer, queries in super().queries(opened).items()}
+
+
+class TestAskingOneHead(Kit):
+    fails, says = "test_queries_are_a_sample_that_fits_the_keys", "and must be float32 [m, num_heads, 8]"
+
+    class adapter(LlamaAdapter):
+        def queries(self, opened):
+            return {layer: queries[:, 0] for layer, queries in super().queries(opened).items()}
