@@ -16,10 +16,10 @@ demo: $(VENV)/.installed  ## Read four books of the Bible with a small model, an
 	$(BIN)/memstore demo
 
 test: lint  ## Run the linter, the type checker and all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 
 test-oldest: $(VENV_OLDEST)/.installed  ## Run all tests with the oldest supported packages
-	$(VENV_OLDEST)/bin/python -m pytest
+	$(VENV_OLDEST)/bin/python -m pytest --numprocesses=auto --dist=worksteal
 
 lint: $(VENV)/.installed  ## Run the linter, the format check and the type checker
 	$(BIN)/ruff check .
