@@ -13,16 +13,19 @@ import torch
 
 import memstore
 from memstore.errors import (
+    IndexNotice,
     MemoryBusyError,
     MemoryExistsError,
     MemoryNotFoundError,
     ReadOnlyStoreError,
+    StoreError,
     StoreFullError,
     StoreInUseError,
     StoreNotFoundError,
 )
 from memstore.store import MemoryStore
 from memstore_backends.in_memory import InMemoryRecords
+from tests import kept
 from tests.models import build, read, run
 from tests.store import making
 
@@ -157,3 +160,17 @@ def test_where_memory_ends_nothing_is_half_written(tmp_path: Path, monkeypatch: 
     assert (list(writer.keys()), writer.get(b"a")) == ([b"a"], b"1")
     writer.close()
     records.close()
+
+
+def test_indexes_are_built_for_the_process_and_not_kept(
+    volatile: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.install(tmp_path / "plugins", monkeypatch)
+    model = build("bart")
+    memory = read(volatile, model)
+    with pytest.warns(IndexNotice, match="not kept"), memstore.attach(model, memory, top_k=8, index="kept"):
+        run(model)
+    with pytest.raises(StoreError, match="keeps nothing on disk"):
+        volatile.reindex("doc", "kept")
+    assert volatile.check("doc", model, backend="exact").total.recall == 1
+    assert volatile.indexes("doc") == []
