@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from memstore.errors import IndexBuildError, QueryError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CHUNK = 1 << 20  # numbers in a chunk of keys: 4 MiB of float32
 
 
 def checked_keys(blocks: Sequence[Tensor]) -> tuple[int, int]:
@@ -33,6 +34,32 @@ def check_finite(block: Tensor) -> None:
     """Raises IndexBuildError if one of these keys is NaN or infinite."""
     if not block.isfinite().all():
         raise IndexBuildError("Keys must be finite numbers, and some of these are NaN or infinite.")
+
+
+def float_chunks(blocks: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """The keys of blocks [n_i, d] as contiguous float32 [r, d] on the CPU, a few MiB at a time, each with the id of its
+    first key. A chunk may be a view of its block, so it must not be written to.
+
+    Raises IndexBuildError if a key is NaN or infinite.
+    """
+    start = 0
+    for block in blocks:
+        for chunk in block.split(max(1, CHUNK // block.shape[1])):
+            check_finite(chunk)
+            yield start, chunk.to("cpu", torch.float32).contiguous()
+            start += len(chunk)
+
+
+def largest(blocks: Sequence[Tensor]) -> float:
+    """The size of the largest number in these keys. Raises IndexBuildError if one is NaN or infinite."""
+    return max(float(chunk.abs().amax()) for _, chunk in float_chunks(blocks))
+
+
+def sample(blocks: Sequence[Tensor], size: int, seed: int) -> Tensor:
+    """At most ``size`` of the keys, float32 [s, d] on the CPU, in order: always the same ones for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(sum(map(len, blocks)), generator=generator)[:size].sort().values
+    return Rows(blocks)(chosen).float()
 
 
 def checked_queries(queries: Tensor, width: int, k: int) -> Tensor:

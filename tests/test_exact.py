@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 import memstore
 from memstore.config import load as load_config
@@ -27,8 +28,8 @@ def random(rows, seed=0, dtype=torch.float32, size=1.0):
     return (torch.randn(rows, WIDTH, generator=generator) * size).to(dtype)
 
 
-def built(blocks):
-    index = ExactIndex()
+def built(blocks, **options):
+    index = ExactIndex(ExactIndex.Options(**options))
     index.build(blocks)
     return index
 
@@ -154,6 +155,19 @@ def test_an_option_that_does_not_exist_is_refused(monkeypatch):
         load_config().index_plugin()
 
 
+def test_keys_are_brought_to_the_device_of_the_options():
+    index = built([random(10)], device="cpu")
+    assert index.blocks[0].device.type == "cpu" and index.search(random(2), 3)[1].device.type == "cpu"
+    with pytest.raises(ValidationError, match="torch knows no such device; use 'cpu', 'cuda'"):
+        built([random(10)], device="gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(IndexBuildError, match="cannot be brought to device 'cuda:0': "):
+        built([random(10)], device="cuda:0")
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu(dtype):
@@ -162,3 +176,15 @@ def test_on_a_gpu(dtype):
     check(index, keys, random(9, seed=1).cuda(), 10)
     check(index, keys, random(9, seed=1).cuda(), 600)
     assert index.search(random(2).cuda(), 3)[1].device.type == "cuda"
+
+
+@needs_gpu
+@pytest.mark.parametrize(("keys", "device"), [("cpu", "cuda"), ("cuda", None), ("cpu", None), ("cuda", "cpu")])
+@pytest.mark.parametrize("queries", ["cpu", "cuda"])
+def test_results_are_where_the_queries_are(keys, device, queries):
+    index = built([random(500).to(keys)], device=device)
+    assert index.blocks[0].device.type == (device or keys)
+    asked = random(9, seed=1).to(queries)
+    check(index, random(500), asked, 10)
+    for result in (*index.search(asked, 10), index.block_maxima(asked, 64)):
+        assert result.device.type == queries

@@ -15,6 +15,7 @@ import pytest
 import memstore
 
 ROOT = Path(__file__).parents[1]
+TESTED = ("demo", "faiss", "hnsw")  # extras
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -84,7 +85,7 @@ def pins(file: str) -> dict[str, str]:
 def test_every_requirement_is_pinned_and_its_range_is_open() -> None:
     pinned = pins("constraints.txt")
     extras = PROJECT["optional-dependencies"]
-    for requirement in [*PROJECT["dependencies"], *extras["demo"], *extras["dev"]]:
+    for requirement in [*PROJECT["dependencies"], *(each for name in (*TESTED, "dev") for each in extras[name])]:
         if requirement.startswith("memstore-attention["):
             continue
         name, at_least, version = requirement.partition(">=")
@@ -95,7 +96,8 @@ def test_every_requirement_is_pinned_and_its_range_is_open() -> None:
 
 def test_what_is_declared_as_oldest_is_what_is_tested_as_oldest() -> None:
     pinned = pins("constraints-oldest.txt")
-    for requirement in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["demo"]]:
+    extras = PROJECT["optional-dependencies"]
+    for requirement in [*PROJECT["dependencies"], *(each for name in TESTED for each in extras[name])]:
         name, _, version = requirement.partition(">=")
         if name != "torch":  # constraints-oldest.txt says why
             assert f"{pinned[name]}.".startswith(f"{version}."), requirement

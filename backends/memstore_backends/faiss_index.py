@@ -1,0 +1,67 @@
+"""What the indexes of faiss share: searching by the contract, and the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import faiss
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from memstore.errors import QueryError
+from memstore.interfaces import SavedIndex
+from memstore.vectors import checked_queries, padded
+from memstore_backends.faiss_gpu import MOST, brought_back, brought_to
+
+HITS = 1 << 22  # keys that are held at once, for all queries together: 50 MiB of scores and ids
+
+
+class FaissIndex(SavedIndex):
+    """An index of faiss, which ``build`` of a subclass fills and gives to :meth:`hold`."""
+
+    unsaved = frozenset({"device"})
+    index: Any
+
+    def __init__(self, options: BaseModel | None = None) -> None:
+        super().__init__(options)
+        self.device: str = getattr(self.options, "device", "cpu")
+
+    def hold(self, index: Any) -> None:
+        """Search this index from now on. Raises IndexBuildError if there is no such device."""
+        self.num_keys, self.width = index.ntotal, index.d
+        self.index = brought_to(self.device, index)
+
+    def parameters(self, k: int) -> Any:
+        """What faiss is told of a search for ``k`` keys, by the options of this moment."""
+        return None
+
+    def held(self, k: int) -> int:
+        """Keys that faiss holds for each query to find ``k``."""
+        return k
+
+    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        checked = checked_queries(queries, self.width, k).detach().cpu()
+        wanted = min(k, self.num_keys)
+        if self.device != "cpu" and wanted > MOST:
+            raise QueryError(f"k={k}: faiss finds at most {MOST:,} keys on a GPU. Use a smaller k, or device='cpu'.")
+        size = checked.abs().amax(1, keepdim=True).clamp_min(1e-30)  # divided out, so that no score overflows
+        found = [self.find(chunk, wanted) for chunk in (checked / size).split(max(1, HITS // self.held(wanted)))]
+        scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
+        scores = (scores * size).masked_fill(ids < 0, -torch.inf)
+        return padded(scores.to(queries.device), ids.to(queries.device), k)
+
+    def find(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """What faiss finds, scores and ids [m, k] on the CPU; -1 where it finds no key."""
+        found = self.index.search(queries.contiguous().numpy(), k, params=self.parameters(k))
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+
+    def save(self, path: Path) -> None:
+        index = brought_back(self.device, self.index)
+        with path.open("wb") as file:  # by Python, whose OSError says what faiss keeps to itself
+            faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
+
+    def load(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.hold(faiss.read_index(faiss.PyCallbackIOReader(file.read)))

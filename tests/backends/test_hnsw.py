@@ -1,0 +1,148 @@
+"""What is special to the graph of hnswlib: its recall, what it does not save, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from memstore.errors import IndexBuildError
+from memstore_backends.hnsw import HnswIndex
+from tests.backends.making import built, digest, exact_ids, in_new_process, mismatched, recall
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@every_dtype
+@pytest.mark.parametrize("mean", [0, 4])
+def test_most_of_what_is_best_is_found(mean, dtype):
+    """Also of keys that have much in common: linked by inner product, half of them could not be reached."""
+    keys, queries = mismatched(4000, mean=mean)
+    keys = keys.to(dtype)
+    scores, ids = built(HnswIndex, keys.split(1500)).search(queries, 50)
+    assert recall(ids, exact_ids(keys, queries, 50)) >= 0.95
+    true = (queries.double() @ keys.double().T).gather(1, ids)
+    torch.testing.assert_close(scores.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
+    assert (scores.diff(dim=1) <= 0).all()
+
+
+def test_a_wider_view_finds_more_in_an_index_that_exists():
+    keys, queries = mismatched(4000)
+    index = built(HnswIndex, [keys], m=6)
+    found = []
+    for ef_search in (1, 2000):
+        index.options = index.options.model_copy(update={"ef_search": ef_search})
+        found.append(recall(index.search(queries, 10)[1], exact_ids(keys, queries, 10)))
+    assert found[0] < 0.9 and found[1] >= 0.98
+
+
+@every_dtype
+@pytest.mark.parametrize("n", [1, 2, 15, 40])
+def test_few_keys_are_all_found_without_a_warning(dtype, n, capfd):
+    keys, queries = mismatched(n, d=5)
+    keys = keys.to(dtype)
+    scores, ids = built(HnswIndex, [keys]).search(queries, n + 3)
+    np.testing.assert_array_equal(ids[:, :1], exact_ids(keys, queries, 1))
+    assert (ids[:, :n].sort(dim=1).values == torch.arange(n)).all()
+    assert (ids[:, n:] == -1).all() and (scores[:, n:] == -torch.inf).all()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("k", [700, 2000])
+def test_more_keys_than_the_graph_leads_to_are_found(k):
+    keys, queries = mismatched(2000, spread=1)
+    index = built(HnswIndex, [keys], m=2, ef_construction=1)
+    index._index.set_ef(2000)
+    with pytest.raises(RuntimeError, match="Cannot return the results"):  # what the test is about
+        index._index.knn_query(np.zeros((1, 33), "f"), k)
+    scores, ids = index.search(queries, k)
+    best = exact_ids(keys, queries, k)
+    assert recall(ids, best) > 0.999
+    truth = queries.double().numpy() @ keys.double().numpy().T
+    np.testing.assert_allclose(scores, np.take_along_axis(truth, best, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key_size", "query_size"), [(1e-12, 1), (1e-3, 1e-6), (1e-3, 1e30), (1e6, 1e-20), (1e15, 1e15), (1, 0)]
+)
+def test_numbers_of_any_size_keep_their_order(key_size, query_size, tmp_path):
+    """hnswlib computes 1 - score, in which small scores would all be 1."""
+    keys, queries = mismatched(2000)
+    index = built(HnswIndex, [keys * key_size])
+    index.save(tmp_path / "index")
+    loaded = HnswIndex()
+    loaded.load(tmp_path / "index")
+    for each in (index, loaded):
+        scores, ids = each.search(queries * query_size, 50)
+        best = (queries.double() @ keys.double().T).amax(1) * key_size * query_size
+        torch.testing.assert_close(scores[:, 0].double(), best, rtol=1e-5, atol=0)
+        if query_size:
+            assert recall(ids, exact_ids(keys, queries, 50)) >= 0.97
+
+
+def test_keys_that_are_alike_fill_every_slot():
+    queries = torch.randn(4, 8)
+    for keys in (torch.zeros(1000, 8), torch.randn(10, 8).repeat(100, 1)):
+        scores, ids = built(HnswIndex, [keys]).search(queries, 150)
+        assert all(len(set(row)) == 150 for row in ids.tolist())
+        assert scores.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_keys_that_are_not_finite_are_refused(value):
+    keys = torch.randn(300, 8)
+    keys[299, 7] = value
+    with pytest.raises(IndexBuildError, match="finite"):
+        built(HnswIndex, keys.split(150))
+
+
+@pytest.mark.parametrize("options", [{"m": 1}, {"ef_construction": 0}, {"ef_search": 0}, {"seed": -1}], ids=str)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        HnswIndex.Options(**options)
+
+
+ELSEWHERE = """
+import hashlib, sys
+from pathlib import Path
+from memstore_backends.hnsw import HnswIndex
+from tests.backends.making import built, digest, mismatched
+folder = Path(sys.argv[1])
+keys, queries = mismatched(2000)
+index = HnswIndex(HnswIndex.Options(ef_search=100))
+index.load(folder / "saved")
+found = b"".join(part.numpy().tobytes() for part in index.search(queries, 70))
+built(HnswIndex, keys.split(700), ef_search=100).save(folder / "again")
+print(hashlib.sha256(found).hexdigest(), index.num_keys, index.width, digest(folder / "again"))
+"""
+
+
+def test_another_process_loads_the_same_and_with_one_thread_builds_the_same(tmp_path):
+    assert torch.get_num_threads() == 1
+    keys, queries = mismatched(2000)
+    index = built(HnswIndex, [keys], ef_search=100)
+    index.save(tmp_path / "saved")
+    found = b"".join(part.numpy().tobytes() for part in index.search(queries, 70))
+    expected = [hashlib.sha256(found).hexdigest(), "2000", "32", digest(tmp_path / "saved")]
+    assert in_new_process(ELSEWHERE, str(tmp_path)) == expected
+
+
+def test_what_cannot_be_written_or_read_is_an_error_of_the_system(tmp_path):
+    """hnswlib says nothing of it."""
+    index = built(HnswIndex, [mismatched(30)[0]])
+    if Path("/dev/full").exists():
+        with pytest.raises(OSError) as caught:
+            index.save(Path("/dev/full"))
+        assert caught.value.errno == errno.ENOSPC
+    for act in (index.save, index.load):
+        with pytest.raises(FileNotFoundError):
+            act(tmp_path / "nowhere" / "index")
+    index.save(tmp_path / "index")  # it is as good as before
+    index.load(tmp_path / "index")
+    assert index.num_keys == 30

@@ -1,0 +1,63 @@
+"""Reading keys block by block: nothing is lost, copied without need, or left to chance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memstore import vectors
+from memstore.errors import IndexBuildError
+from memstore.vectors import float_chunks, largest, sample
+
+KEYS = torch.arange(240.0).view(60, 4) - 100
+sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
+
+
+@given(sizes, st.sampled_from([1, 10, 33, 10_000]), st.sampled_from(vectors.DTYPES))
+def test_chunks_are_the_keys_in_order(sizes, chunk, dtype):
+    keys = torch.arange(4.0 * sum(sizes)).view(-1, 4)[:, :3].to(dtype)
+    before, vectors.CHUNK = vectors.CHUNK, chunk
+    try:
+        chunks = list(float_chunks(keys.split(sizes)))
+    finally:
+        vectors.CHUNK = before
+    assert torch.equal(torch.cat([part for _, part in chunks]), keys.float())
+    assert all(torch.equal(part, keys[start : start + len(part)].float()) for start, part in chunks)
+    assert all(part.is_contiguous() and len(part) <= max(1, chunk // 3) for _, part in chunks)
+
+
+def test_a_chunk_of_contiguous_float32_is_no_copy():
+    ((start, chunk),) = float_chunks([KEYS])
+    assert start == 0 and chunk.data_ptr() == KEYS.data_ptr()
+
+
+def test_the_largest_number_is_found_whatever_its_sign():
+    assert largest(KEYS.split(7)) == 139
+    assert largest((-2 * KEYS).split(7)) == 278
+    assert largest([torch.zeros(2, 3)]) == 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_are_refused(value):
+    keys = KEYS.clone()
+    keys[59, 3] = value
+    for read in (largest, lambda blocks: list(float_chunks(blocks))):
+        with pytest.raises(IndexBuildError, match="NaN or infinite"):
+            read(keys.split(7))
+
+
+@given(sizes, st.integers(0, 300), st.integers(0, 3))
+def test_a_sample_is_some_of_the_keys_whatever_their_blocks(sizes, size, seed):
+    n = sum(sizes)
+    keys = torch.arange(4.0 * n).view(n, 4)
+    rows = sample(keys.split(sizes), size, seed)
+    ids = (rows[:, 0] / 4).long()
+    assert torch.equal(keys[ids], rows) and len(rows) == min(n, size)
+    assert (ids.diff() > 0).all()  # each key once
+    assert torch.equal(rows, sample([keys], size, seed))
+
+
+def test_another_seed_takes_another_sample():
+    assert not torch.equal(sample([KEYS], 20, 0), sample([KEYS], 20, 1))
