@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
+PIECE = 1 << 18  # numbers of a memory read at once on a CPU: 1 MiB, which the cache of a core holds
 ROW_CHUNK = 1 << 24  # numbers gathered at once for top-k: 64 MiB
 
 
@@ -84,19 +85,30 @@ def absorb_values(part: Partial, value_weight: Tensor, value_bias: Tensor | None
 def read_all(queries: Tensor, blocks: Iterable[Tensor]) -> Partial:
     """Attend from queries [m, d] to every row of the blocks [n_i, d]; rows are both keys and values.
 
-    Queries are scaled already. One pass over the memory: each block is converted, scored and summed while in cache.
+    Queries are scaled already. One pass over the memory: each piece of it is converted, scored and summed while it is
+    in the cache, and added to what was summed before.
     """
     chunks = queries.float().split(QUERY_CHUNK)
-    parts: list[Partial | None] = [None] * len(chunks)
+    parts = [
+        Partial(chunk.new_full((len(chunk), 1), -torch.inf), chunk.new_zeros((len(chunk), 1)), 0 * chunk)
+        for chunk in chunks
+    ]
     for block in blocks:
-        rows = block.to(device=queries.device, dtype=torch.float32)
-        for i, chunk in enumerate(chunks):
-            scores = chunk @ rows.T
-            m = scores.amax(-1, keepdim=True)
-            weights = shifted_exp(scores, m)
-            part, before = Partial(m, weights.sum(-1, keepdim=True), weights @ rows), parts[i]
-            parts[i] = part if before is None else merge([before, part])
-    return Partial(*(torch.cat(tensors) for tensors in zip(*(part for part in parts if part is not None), strict=True)))
+        on_cpu = queries.device.type == "cpu"
+        for piece in block.split(max(PIECE // block.shape[1], len(chunks[0])) if on_cpu else len(block)):
+            rows = piece.to(device=queries.device, dtype=torch.float32)
+            parts = [_with_more(part, chunk @ rows.T, rows) for part, chunk in zip(parts, chunks, strict=True)]
+    return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
+    """The part [m, ...] after more keys, with scores [m, n] and values [n, d] (the online softmax of FlashAttention).
+
+    m' = max(m, max s_i),  l' = exp(m - m') l + sum exp(s_i - m'),  o' = exp(m - m') o + sum exp(s_i - m') v_i.
+    """
+    m = torch.maximum(part.m, scores.amax(-1, keepdim=True))
+    scale, weights = shifted_exp(part.m, m), shifted_exp(scores, m)
+    return Partial(m, scale * part.l + weights.sum(-1, keepdim=True), torch.addmm(scale * part.o, weights, values))
 
 
 def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor) -> Partial:

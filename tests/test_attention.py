@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memstore import attention
 from memstore.attention import (
     Partial,
     absorb_keys,
@@ -77,6 +78,19 @@ def test_reading_blocks_equals_reading_all_rows_at_once(dtype, sizes):
     assert (normalise(read_all(queries, memory.split(sizes))) - expected).abs().max() < 1e-5
     everything = torch.arange(100).expand(1500, 100)
     assert (normalise(read_rows(queries, lambda ids: memory[ids], everything)) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 1000])
+def test_reading_in_pieces_of_any_size_is_exact_and_has_a_gradient(monkeypatch, rows):
+    """Later pieces may hold far higher scores, and far lower ones, than what was read before."""
+    monkeypatch.setattr(attention, "PIECE", rows * 16)
+    torch.manual_seed(5)
+    memory, queries = torch.randn(90, 16) * torch.linspace(-9, 9, 90)[:, None], torch.randn(3, 16, requires_grad=True)
+    expected = (queries.double() @ memory.double().T).softmax(-1) @ memory.double()
+    output = normalise(read_all(queries, memory.split([50, 40])))
+    assert (output - expected).abs().max() < 1e-5
+    gradients = [torch.autograd.grad(each.square().sum(), queries)[0] for each in (output, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 def test_empty_slots_of_a_search_weigh_nothing():

@@ -71,6 +71,18 @@ def test_any_number_and_dtype_of_queries(dtype, queries):
     check(built(keys.split([60, 40])), keys, random(queries, seed=2, dtype=dtype), 5)
 
 
+@pytest.mark.parametrize("scores", [9, 200, 1700, 4500])
+@pytest.mark.parametrize("k", [1, 10, 64])
+def test_keys_are_scored_in_runs_of_any_length(monkeypatch, scores, k):
+    """Blocks are cut or taken together, to hold few scores at once; with gradients wanted, as while training."""
+    monkeypatch.setattr(exact, "SCORES", scores)
+    keys = random(500)
+    check(built(keys.split([7, 300, 64, 129])), keys, random(9, seed=1), k)
+    with_gradient = random(9, seed=1).requires_grad_()
+    ids = built(keys.split([100] * 5)).search(with_gradient, k)[1]
+    np.testing.assert_array_equal(ids, np.argsort(-(with_gradient @ keys.T).detach().numpy(), axis=1)[:, :k])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("key_size", "query_size"), [(1, 1e6), (1e3, 1e3), (3e3, 1e30), (1e-3, 1e-6), (1, 0)])
 def test_numbers_of_any_size_keep_their_order(dtype, key_size, query_size):

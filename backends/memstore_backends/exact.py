@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import torch
@@ -13,7 +14,8 @@ from memstore.errors import IndexBuildError, QueryError
 from memstore.interfaces import Options, VectorIndex
 from memstore.vectors import checked_keys, checked_queries, padded
 
-QUERIES = 1024  # scored at once, so that a long prompt never needs a matrix of all queries against all keys
+QUERIES = 128  # scored at once, so that a long prompt never needs a matrix of all queries against all keys
+SCORES = 1 << 24  # of some queries and some keys, held at once
 
 
 def _device(name: str | None) -> str | None:
@@ -46,7 +48,7 @@ class ExactIndex(VectorIndex):
             raise IndexBuildError(f"The keys cannot be brought to device {str(device)!r}: {error}.") from error
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        checked = checked_queries(queries, self.width, k).to(self.blocks[0].device)
+        checked = checked_queries(queries.detach(), self.width, k).to(self.blocks[0].device)
         found = [self._search(chunk, k) for chunk in checked.split(QUERIES)]
         scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
         if not scores.isfinite().all():  # looked for here, because building reads no key
@@ -67,22 +69,58 @@ class ExactIndex(VectorIndex):
         return best.to(queries.device)
 
     def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        dtype = self.blocks[0].dtype
+        dtype, m = self.blocks[0].dtype, len(queries)
         # A half ends at 65,504, so queries are made so small that no score exceeds the largest number in a key.
         largest = queries.abs().amax(1, keepdim=True).clamp_min(1e-30)
         scale = largest * self.width if dtype == torch.float16 else 1
-        scaled = (queries / scale).to(dtype)
-        best_scores = queries.new_empty((len(queries), 0))
-        best_ids = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
+        scaled = (queries / scale).to(dtype).T
+        best_scores = queries.new_empty((m, 0))
+        best_ids = torch.empty((m, 0), dtype=torch.int64, device=queries.device)
         start = 0
-        for block in self.blocks:
-            top = (scaled @ block.T).topk(min(k, len(block)), dim=1)
-            scores_both = torch.cat((best_scores, top.values.float() * scale), dim=1)
-            ids_both = torch.cat((best_ids, top.indices + start), dim=1)
+        for blocks in _runs(self.blocks, SCORES // max(m, 1)):
+            sizes = [len(block) for block in blocks]
+            scores = scaled.new_empty((sum(sizes), m))
+            for block, part in zip(blocks, scores.split(sizes), strict=True):
+                torch.mm(block, scaled, out=part)
+            top, ids = _best(scores, min(k, len(scores)))
+            scores_both = torch.cat((best_scores, top.float() * scale), dim=1)
+            ids_both = torch.cat((best_ids, ids + start), dim=1)
             best = scores_both.topk(min(k, scores_both.shape[1]), dim=1)
             best_scores, best_ids = best.values, ids_both.gather(1, best.indices)
-            start += len(block)
+            start += len(scores)
         return best_scores, best_ids
+
+
+def _runs(blocks: Sequence[Tensor], rows: int) -> Iterator[list[Tensor]]:
+    """The blocks in order, cut or taken together so that each run has about ``rows`` rows."""
+    run: list[Tensor] = []
+    held = 0
+    for block in blocks:
+        for piece in block.split(max(rows, 1)):
+            if run and held + len(piece) > rows:
+                yield run
+                run, held = [], 0
+            run.append(piece)
+            held += len(piece)
+    yield run
+
+
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of scores [n, m] for each column: scores and rows [m, k].
+
+    Sorting out the best of everything would cost more than the scores do. So rows are dealt out into groups: the k best
+    are in the k groups whose best scores are best.
+    """
+    n, m = scores.shape
+    size = math.isqrt(n // k)  # which makes the groups about as many as the scores in the k best groups
+    count = n // size
+    groups = scores[: size * count].view(size, count, m)  # group j holds rows j, j + count, j + 2 count, ...
+    chosen = groups.amax(0).T.topk(k).indices
+    rows = chosen + count * torch.arange(size, device=scores.device)[:, None, None]  # [size, m, k]
+    over = torch.arange(size * count, n, device=scores.device).expand(m, -1)  # those that no group has room for
+    rows = torch.cat((rows.transpose(0, 1).flatten(1), over), dim=1)
+    best = scores.T.gather(1, rows).topk(k)
+    return best.values, rows.gather(1, best.indices)
 
 
 def _maxima(scores: Tensor, skip: int, size: int) -> Tensor:
