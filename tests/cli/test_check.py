@@ -116,10 +116,10 @@ def test_a_store_that_cannot_be_written_is_checked_all_the_same(
 ) -> None:
     open_store = memstore.open
 
-    def closed(path: Path, mode: str) -> object:
+    def closed(path: Path, mode: str, **options: str) -> object:
         if mode == "a":
             raise ReadOnlyStoreError("cannot be written")
-        return open_store(path, "r")
+        return open_store(path, "r", **options)
 
     monkeypatch.setattr(memstore, "open", closed)
     assert json.loads(run(*arguments, "--json").stdout)["total"]["recall"] == 1
