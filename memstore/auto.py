@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from memstore import registry
+from memstore.availability import installed
 from memstore.config.settings import AUTO
 from memstore.index_record import IndexRecord
 from memstore.manifest import Manifest
@@ -38,8 +40,11 @@ def choose(
     target = f"{auto.target_mass:.1%} of the attention mass"
     fitting = {record.backend: _time(record) for record in records if _kept(record) >= auto.target_mass}
     if fitting:
-        fastest = min(fitting, key=lambda name: fitting[name])
-        return Choice(fastest, f"it is the fastest that was measured to keep {target}")
+        usable = {plugin.name for plugin in installed(registry.BACKENDS) if plugin.available is not False}
+        if fastest := min(sorted(fitting.keys() & usable), key=lambda name: fitting[name], default=None):
+            return Choice(fastest, f"it is the fastest that was measured to keep {target}")
+        lost = f"{', '.join(fitting)} would keep {target}"
+        return Choice(auto.small, f"{lost}, but cannot be used here (`memstore plugins` says why)")
     lacking = f"no index of these {manifest.num_tokens:,} tokens was measured to keep {target}"
     return Choice(auto.small, f"{lacking} (`memstore check` with --backend and --tune measures one)")
 

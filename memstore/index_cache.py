@@ -11,8 +11,8 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
@@ -22,9 +22,10 @@ import xxhash
 from pydantic import BaseModel, ValidationError
 
 from memstore import registry
-from memstore.errors import IndexNotice, ReadOnlyStoreError, StoreError, StoreFullError
-from memstore.index_record import IndexFile, IndexRecord, all_records, read_record, write_record
-from memstore.interfaces import Lock, SavedIndex, VectorIndex
+from memstore.catalog import index_lock
+from memstore.errors import DamagedMemoryError, IndexNotice, ReadOnlyStoreError, StoreError, StoreFullError
+from memstore.index_record import IndexFile, IndexRecord, is_removed, read_record, removed, used_folders, write_record
+from memstore.interfaces import SavedIndex, VectorIndex
 from memstore.memory import OpenMemory
 from memstore.slots import slots
 
@@ -66,16 +67,22 @@ class IndexCache:
         folder = self.records.folder(self.manifest.id)
         return None if folder is None else folder / "indexes"
 
-    def locked(self) -> Lock:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
         """A context in which this process alone changes the indexes of this memory."""
         if self.store.mode == "r":
             raise ReadOnlyStoreError(f'The store {self.store.path} was opened with mode="r". Open it with mode="a".')
-        return self.records.lock(f"{self.manifest.id}-index", wait=True)
+        lock = self.records.lock(index_lock(self.manifest.id), wait=True)
+        try:
+            yield
+        finally:
+            lock.release(discard=is_removed(self.records, self.manifest))
 
     def load(self) -> MemoryIndex:
         """The index as it lies in the store. Raises UnusableError."""
         record = read_record(self.records, self.manifest.id, self.backend)
-        if record is None or not record.files or self.folder is None:
+        parent = self.folder
+        if record is None or not record.files or parent is None:
             raise UnusableError("none was kept")
         self._check_current(record)
         if record.files.keys() != {slot.name for slot in self.slots}:
@@ -86,7 +93,7 @@ class IndexCache:
             raise UnusableError("the one kept has options that the backend no longer knows") from error
         indexes: dict[str, VectorIndex] = {}
         for slot in self.slots:
-            path, index = self.folder / record.folder / slot.name, self.plugin(options)
+            path, index = parent / record.folder / slot.name, self.plugin(options)
             assert isinstance(index, SavedIndex)
             try:
                 self._check_file(path, record.files[slot.name])
@@ -102,30 +109,34 @@ class IndexCache:
 
     def build(self, record: IndexRecord | None) -> MemoryIndex:
         """Build from the memory's vectors. ``record``: how it was built and tuned before, if that is to be kept up."""
-        begun = time.monotonic()
+        return MemoryIndex(self.backend, dict(self.built(record)), record)
+
+    def built(self, record: IndexRecord | None) -> Iterator[tuple[str, VectorIndex]]:
+        """The same slot by slot, so that what is only to be written need never be in memory all at once."""
         options = self.options if record is None else self._searched_with(record)
-        indexes = {}
+        self.seconds = 0.0
         for slot in self.slots:
-            indexes[slot.name] = self.plugin(options)
-            indexes[slot.name].build(self.keys.get(slot.name) or slot.keys(self.opened))
-        self.seconds = time.monotonic() - begun
-        return MemoryIndex(self.backend, indexes, record)
+            begun = time.monotonic()
+            index = self.plugin(options)
+            index.build(self.keys.get(slot.name) or slot.keys(self.opened))
+            self.seconds += time.monotonic() - begun
+            yield slot.name, index
 
     def build_and_keep(self, reason: str) -> MemoryIndex:
         """Build, because of ``reason``, and keep it if that is possible."""
-        if self.store.mode == "r" or self.folder is None:
-            built = self.build(self._current_record())
-            kept = "It is not kept, because the store was opened read-only or is not on disk."
-        else:
-            with self.locked():
-                try:
-                    return self.load()  # another process may have been faster
-                except UnusableError:
-                    built = self.build(self._current_record())
-                try:
-                    built, kept = self.keep(built), "It is kept for the next time."
-                except StoreError as error:
-                    kept = f"It could not be kept: {error}"
+        built, kept = None, "It is not kept, because the store was opened read-only or is not on disk."
+        if self.store.mode == "a" and self.folder is not None:
+            try:
+                with self.locked():
+                    with suppress(UnusableError):
+                        return self.load()  # another process may have been faster
+                    built = self.build(self.current_record())
+                    built.record = self.keep(built.indexes.items(), built.record)
+                    kept = "It is kept for the next time."
+            except StoreError as error:
+                kept = f"It could not be kept: {error}"
+        if built is None:  # not even the lock could be had, or what is wrong with the memory is told again
+            built = self.build(self.current_record())
         warnings.warn(
             f"The index {self.backend!r} of memory {self.manifest.name!r} was built in {self.seconds:.1f} s, because "
             f"{reason}. {kept} (`memstore reindex` builds an index ahead.)",
@@ -134,29 +145,35 @@ class IndexCache:
         )
         return built
 
-    def keep(self, built: MemoryIndex) -> MemoryIndex:
+    def keep(self, indexes: Iterable[tuple[str, VectorIndex]], before: IndexRecord | None) -> IndexRecord:
         """Write the files and make them known; what they replace is deleted. Raises StoreError."""
-        assert self.folder is not None
+        parent = self.folder
+        if parent is None:
+            raise removed(self.manifest)
         name = uuid.uuid4().hex
-        folder, files = self.folder / name, {}
+        folder, files = parent / name, {}
         try:
-            folder.mkdir(parents=True)
-            for slot, index in built.indexes.items():
+            parent.mkdir(exist_ok=True)  # but not the memory's own folder, if that is gone
+            folder.mkdir()
+            for slot, index in indexes:
                 assert isinstance(index, SavedIndex)
                 index.save(folder / slot)
+                del index  # before the next one is built
                 files[slot] = IndexFile(nbytes=(folder / slot).stat().st_size, checksum=_checksum(folder / slot))
-            record = self.record(name, files, built.record)
+            record = self.record(name, files, before)
             write_record(self.records, self.manifest, record)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
+            if self.folder is None:
+                raise removed(self.manifest) from error
             if error.errno in (ENOSPC, EDQUOT):
                 message = f"The disk that holds {folder} is full. Free some space and repeat; nothing is lost."
                 raise StoreFullError(message) from error
             raise StoreError(f"The index could not be written to {folder}: {error}.") from error
         self._sweep()
-        return MemoryIndex(self.backend, built.indexes, record)
+        return record
 
     def record(self, folder: str, files: dict[str, IndexFile], before: IndexRecord | None) -> IndexRecord:
         """What is to be known of an index: with these files, and else as ``before``, if that is to be kept up."""
@@ -185,8 +202,8 @@ class IndexCache:
         configured = self.options.model_dump(mode="json", exclude_unset=True)
         return self.plugin.Options.model_validate({**record.options, **record.tuned, **configured})
 
-    def _current_record(self) -> IndexRecord | None:
-        """The record of an index whose files are of no use, if it would be built again as it was."""
+    def current_record(self) -> IndexRecord | None:
+        """The record of an index without files that can be used, if it would be built again as it was."""
         record = read_record(self.records, self.manifest.id, self.backend)
         try:
             if record is not None:
@@ -199,6 +216,9 @@ class IndexCache:
     def _check_current(self, record: IndexRecord) -> None:
         if record.digest != self.manifest.digest:
             raise UnusableError("the one kept was built from other vectors")
+        distribution = registry.info(registry.BACKENDS, self.backend).distribution
+        if record.distribution != distribution:  # whose files may mean anything to this one
+            raise UnusableError(f"the one kept was built by {record.distribution}, and {distribution} is installed")
         for option, value in self.options.model_dump(mode="json", exclude_unset=True).items():
             if self._decides(option) and record.options.get(option) != value:
                 raise UnusableError(
@@ -215,10 +235,10 @@ class IndexCache:
 
     def _sweep(self) -> None:
         """Delete what no index of this memory needs: a replaced one, or what a killed process left."""
-        assert self.folder is not None
-        needed = {record.folder for record in all_records(self.records, self.manifest.id)}
-        with suppress(OSError):  # the next one tries again
-            for folder in self.folder.iterdir():
+        parent = self.folder
+        with suppress(OSError, DamagedMemoryError):  # the next one tries again
+            needed = used_folders(self.records, self.manifest.id)
+            for folder in parent.iterdir() if parent is not None else ():
                 if folder.name not in needed:
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from memstore.config import load as load_config
 from memstore.config.settings import AUTO
 from memstore.errors import StoreError
 from memstore.index_cache import IndexCache, Keys, MemoryIndex, UnusableError
-from memstore.index_record import IndexRecord, all_records, read_record, write_record
+from memstore.index_record import IndexRecord, all_records, is_removed, read_record, removed, write_record
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory, OpenMemory
 
@@ -39,7 +39,7 @@ def open_index(
     """
     cache = IndexCache(opened, keys, *_plugin(opened.memory, backend, device=device))
     if not cache.saved:
-        return cache.build(read_record(cache.records, cache.manifest.id, cache.backend))
+        return cache.build(cache.current_record())
     try:
         return cache.load()
     except UnusableError as error:
@@ -60,14 +60,14 @@ def reindex(
         if not cache.saved:
             cache.build(None)  # what does not fit is told now, not when it is attached
             return name, None
+        if cache.folder is None and is_removed(cache.records, cache.manifest):
+            raise removed(cache.manifest)
         if cache.folder is None:
             raise StoreError(f"The store {memory.store.path} keeps nothing on disk, so it cannot keep an index either.")
         with cache.locked():
-            built = cache.build(None)
             tuned = {key: value for key, value in (options or {}).items() if key in plugin.tunable}
-            if tuned:
-                built.record = cache.record("", {}, None).model_copy(update={"tuned": tuned})
-            return name, cache.keep(built).record
+            before = cache.record("", {}, None).model_copy(update={"tuned": tuned})
+            return name, cache.keep(cache.built(None), before)
 
 
 def remember(memory: Memory, backend: str, tuned: Mapping[str, int], quality: Mapping[str, Any]) -> None:

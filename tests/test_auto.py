@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 import memstore
@@ -66,6 +68,15 @@ def test_the_fastest_of_those_is_chosen(memory, large, tmp_path):
     measure(memory, 0.999, time=3.0)
     remember(memory, "more", {}, {"kept": 0.991, "cpu_us": 2.0})
     assert chosen(memory).backend == "more" and "fastest" in chosen(memory).reason
+
+
+def test_what_can_no_longer_be_loaded_is_not_chosen(memory, large, tmp_path):
+    memory.store.reindex(memory.name, "kept")
+    measure(memory, 1.0)
+    shutil.rmtree(tmp_path / "plugins" / "kept-1.0.dist-info")
+    assert chosen(memory).backend == "exact" and "kept would keep 99.0%" in chosen(memory).reason
+    with memory.open() as opened:
+        assert open_index(opened).backend == "exact"
 
 
 def test_a_gpu_scores_every_key(memory, large):

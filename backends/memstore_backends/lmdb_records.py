@@ -14,6 +14,7 @@ program cuts short while it is mapped still raises SIGBUS, as for every mapped f
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -93,11 +94,12 @@ class LmdbRecords(RecordStore):
         self._writable()
         folder = self._memories / memory_id
         with translated(folder):
-            if folder.exists():
+            while folder.exists():
                 try:
                     shutil.rmtree(folder)
-                except FileNotFoundError:  # another process is removing it too
-                    shutil.rmtree(folder, ignore_errors=True)
+                except OSError as error:  # another process is removing it too, or writes an index into it
+                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                        raise
 
     def folder(self, memory_id: str) -> Path | None:
         folder = self._memories / memory_id

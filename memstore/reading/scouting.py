@@ -75,7 +75,8 @@ class Scout:
         return self.total / self.layers
 
     def _shares(self, layer: int, query: Tensor, sink: Tensor | None, scaling: float) -> Tensor:
-        """Shares of blocks [b, H, t, blocks] for query [b, H, t, c]; a block that the index does not find has none."""
+        """Shares of blocks [b, H, t, blocks] for query [b, H, t, c]; a block that the index does not find has none, and
+        where it finds none at all, none has."""
         b, h, t, c = query.shape
         groups = self.adapter.num_kv_heads
         folded = query.float().view(b, groups, -1, t, c).transpose(0, 1).reshape(groups, -1, c)
@@ -88,7 +89,7 @@ class Scout:
         blocks = best.shape[-1]
         if sink is not None:
             best = torch.cat((best, (folded @ sink).amax(-1, keepdim=True)), dim=-1)
-        shares = (best * scaling).softmax(-1)[..., :blocks]
+        shares = (best * scaling).softmax(-1)[..., :blocks].masked_fill(best[..., :blocks] == -torch.inf, 0)
         return shares.view(groups, b, -1, t, blocks).transpose(0, 1).reshape(b, h, t, blocks)
 
 
