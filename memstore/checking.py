@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from memstore import quality
 from memstore.attaching import check_fits
+from memstore.auto import reaches
 from memstore.config import load as load_config
 from memstore.errors import CheckError
 from memstore.fingerprint import fingerprint
@@ -21,8 +23,9 @@ from memstore.memory import OpenMemory
 from memstore.quality import Exact, Quality
 from memstore.query_sample import query_sample
 from memstore.reading.passes import device_of
+from memstore.reading.selection import BLOCK
 from memstore.registry import adapter_for
-from memstore.slots import slots
+from memstore.slots import Slot, slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +87,7 @@ class _Question:
     """What one layer asks of one index: queries [m, d] of its keys and values in blocks, and the exact answer."""
 
     layer: int
+    slot: Slot
     index: VectorIndex
     keys: list[Tensor]
     values: list[Tensor]
@@ -132,14 +136,19 @@ def check(
         on_device = (
             {"hidden": [block.to(device) for block in opened.blocks("hidden")]} if memory.kind == "hidden" else {}
         )
-        index = open_index(opened, backend, on_device, str(device))
+        index = open_index(opened, backend, on_device, str(device) if on_device else "cpu")
         questions = _questions(opened, index.indexes, {layer: q.to(device) for layer, q in sample.items()}, k)
         tuning = None
         if tune:
             configured = load_config().settings.index.auto.target_mass
             tuning, layers = _tune(questions, k, configured if target_mass is None else target_mass)
             if tuning.options or index.record is not None:  # an index that is kept may be chosen for its quality
-                remember(memory, index.backend, tuning.options, _summary(tuning, k))
+                small = open_index(opened, load_config().settings.index.auto.small, on_device)
+                times = {
+                    "reading_us": _reading_us(questions, index.indexes, k),
+                    "small_reading_us": _reading_us(questions, small.indexes, k),
+                }
+                remember(memory, index, tuning.options, _summary(tuning, k) | times)
         else:
             layers = _measure(questions, k)
         total = quality.mean(layers)
@@ -171,7 +180,7 @@ def _questions(
                 queries = queries.unflatten(1, (groups, -1))[:, slot.head]
             asked = queries.flatten(0, 1)
             truth = quality.exact(keys, values, asked, k)
-            questions.append(_Question(layer, indexes[slot.name], keys, values, asked, truth))
+            questions.append(_Question(layer, slot, indexes[slot.name], keys, values, asked, truth))
     return questions
 
 
@@ -194,16 +203,26 @@ def _tune(questions: Sequence[_Question], k: int, target_mass: float) -> tuple[T
         _set(questions, options)
         measured.append(_measure(questions, k))
         trials.append(Trial(options=options, total=quality.mean(measured[-1])))
-        if _reaches(trials[-1], target_mass):
+        if reaches(trials[-1].total.kept, target_mass):
             break
     best = max(range(len(trials)), key=lambda i: trials[i].total.kept)  # the cheapest, if several are equal
     _set(questions, trials[best].options)
-    options, reached = trials[best].options, _reaches(trials[best], target_mass)
+    options, reached = trials[best].options, reaches(trials[best].total.kept, target_mass)
     return Tuning(target_mass=target_mass, reached=reached, options=options, trials=trials), measured[best]
 
 
-def _reaches(trial: Trial, target_mass: float) -> bool:
-    return trial.total.kept >= target_mass - quality.EQUAL  # an exact search may seem to lose what float32 rounds away
+def _reading_us(questions: Sequence[_Question], indexes: dict[str, VectorIndex], k: int) -> float:
+    """CPU time in microseconds that a query takes in reading: to search encoder states, or to rank blocks of keys."""
+
+    def ask(index: VectorIndex, queries: Tensor, slot: Slot) -> Tensor:
+        return index.search(queries, k)[1] if slot.layer is None else index.block_maxima(queries, BLOCK)
+
+    total = 0.0
+    for each in questions:
+        some = each.queries[: quality.TIMED]
+        _, cpu = quality.timed(partial(ask, indexes[each.slot.name], some, each.slot), len(some))
+        total += cpu * len(each.queries)
+    return total / sum(len(each.queries) for each in questions)
 
 
 def _set(questions: Sequence[_Question], options: dict[str, int]) -> None:

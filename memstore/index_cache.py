@@ -23,7 +23,14 @@ from pydantic import BaseModel, ValidationError
 
 from memstore import registry
 from memstore.catalog import index_lock
-from memstore.errors import DamagedMemoryError, IndexNotice, ReadOnlyStoreError, StoreError, StoreFullError
+from memstore.errors import (
+    DamagedMemoryError,
+    IndexNotice,
+    ReadOnlyStoreError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+)
 from memstore.index_record import IndexFile, IndexRecord, is_removed, read_record, removed, used_folders, write_record
 from memstore.interfaces import SavedIndex, VectorIndex
 from memstore.memory import OpenMemory
@@ -72,7 +79,12 @@ class IndexCache:
         """A context in which this process alone changes the indexes of this memory."""
         if self.store.mode == "r":
             raise ReadOnlyStoreError(f'The store {self.store.path} was opened with mode="r". Open it with mode="a".')
-        lock = self.records.lock(index_lock(self.manifest.id), wait=True)
+        try:
+            lock = self.records.lock(index_lock(self.manifest.id), wait=False)
+        except StoreBusyError:
+            message = f"Waiting for another process that builds an index of memory {self.manifest.name!r}."
+            warnings.warn(message, IndexNotice, stacklevel=5)
+            lock = self.records.lock(index_lock(self.manifest.id), wait=True)
         try:
             yield
         finally:
@@ -125,6 +137,9 @@ class IndexCache:
     def build_and_keep(self, reason: str) -> MemoryIndex:
         """Build, because of ``reason``, and keep it if that is possible."""
         built, kept = None, "It is not kept, because the store was opened read-only or is not on disk."
+        if self.store.mode == "r":
+            with suppress(UnusableError):
+                return self.load()  # a writer may have replaced it between its record and its files
         if self.store.mode == "a" and self.folder is not None:
             try:
                 with self.locked():
@@ -157,7 +172,7 @@ class IndexCache:
             folder.mkdir()
             for slot, index in indexes:
                 assert isinstance(index, SavedIndex)
-                index.save(folder / slot)
+                self._write(index, folder / slot)
                 del index  # before the next one is built
                 files[slot] = IndexFile(nbytes=(folder / slot).stat().st_size, checksum=_checksum(folder / slot))
             record = self.record(name, files, before)
@@ -174,6 +189,14 @@ class IndexCache:
             raise StoreError(f"The index could not be written to {folder}: {error}.") from error
         self._sweep()
         return record
+
+    def _write(self, index: SavedIndex, path: Path) -> None:
+        try:
+            index.save(path)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a native library has to say
+            raise StoreError(f"The backend {self.backend!r} could not write {path}: {error}.") from error
 
     def record(self, folder: str, files: dict[str, IndexFile], before: IndexRecord | None) -> IndexRecord:
         """What is to be known of an index: with these files, and else as ``before``, if that is to be kept up."""

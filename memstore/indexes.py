@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from memstore.auto import choose
 from memstore.config import load as load_config
 from memstore.config.settings import AUTO
-from memstore.errors import StoreError
+from memstore.errors import StoreBusyError, StoreError
 from memstore.index_cache import IndexCache, Keys, MemoryIndex, UnusableError
 from memstore.index_record import IndexRecord, all_records, is_removed, read_record, removed, write_record
 from memstore.interfaces import VectorIndex
@@ -65,22 +65,29 @@ def reindex(
         if cache.folder is None:
             raise StoreError(f"The store {memory.store.path} keeps nothing on disk, so it cannot keep an index either.")
         with cache.locked():
-            tuned = {key: value for key, value in (options or {}).items() if key in plugin.tunable}
+            tuned = {key: getattr(chosen, key) for key in options or {} if key in plugin.tunable}
             before = cache.record("", {}, None).model_copy(update={"tuned": tuned})
             return name, cache.keep(cache.built(None), before)
 
 
-def remember(memory: Memory, backend: str, tuned: Mapping[str, int], quality: Mapping[str, Any]) -> None:
+def remember(memory: Memory, index: MemoryIndex, tuned: Mapping[str, int], quality: Mapping[str, Any]) -> None:
     """Keep with an index which values of its tunable options to search with, and what they were measured to give.
 
-    Raises ReadOnlyStoreError, MemoryNotFoundError.
+    Raises ReadOnlyStoreError, MemoryNotFoundError, StoreBusyError if it was built anew since it was opened.
     """
-    _, plugin, options = load_config().index_plugin(backend)
+    _, plugin, options = load_config().index_plugin(index.backend)
     with memory.open() as opened:
-        cache = IndexCache(opened, None, backend, plugin, options)
+        cache = IndexCache(opened, None, index.backend, plugin, options)
         with cache.locked():
-            record = read_record(cache.records, memory.manifest.id, backend) or cache.record("", {}, None)
-            fresh = record.model_copy(update={"tuned": dict(tuned), "quality": dict(quality)})
+            record = read_record(cache.records, memory.manifest.id, index.backend)
+            if (record and record.folder) != (index.record and index.record.folder):
+                raise StoreBusyError(
+                    f"The index {index.backend!r} of memory {memory.name!r} was built anew by another process while it "
+                    "was measured. Repeat the check."
+                )
+            fresh = (record or cache.record("", {}, None)).model_copy(
+                update={"tuned": dict(tuned), "quality": dict(quality)}
+            )
             write_record(cache.records, memory.manifest, fresh)
 
 

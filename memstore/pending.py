@@ -93,8 +93,11 @@ def reclaim(records: RecordStore) -> None:
     Only what a tombstone names is deleted, never what no manifest names: a catalog that was damaged, or restored from
     an older copy, must not cost a memory.
     """
-    with contextlib.suppress(StoreError):  # the next opening tries again
-        for tombstone, _ in records.items(TOMBSTONE):
+    tombstones: list[tuple[bytes, bytes]] = []
+    with contextlib.suppress(StoreError):
+        tombstones = records.items(TOMBSTONE)
+    for tombstone, _ in tombstones:
+        with contextlib.suppress(StoreError):  # the next opening tries again
             _bury(records, tombstone)
 
 

@@ -7,7 +7,7 @@ query. Queries are scaled: their inner products with the keys are the scores of 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -120,7 +120,8 @@ def measure(
     scores, mass, output = _attend(keys, values, queries, found, truth.log_sum)
     most = min(k, sum(map(len, keys)))
     hits = (scores >= truth.threshold[:, None]).sum(1).clamp_max(most)
-    wall, cpu = _time(index, queries[:TIMED], k)
+    some = queries[:TIMED]
+    wall, cpu = timed(lambda: index.search(some, k)[1], len(some))
     return Quality(
         num_queries=len(queries),
         recall=float(hits.float().mean()) / most,
@@ -178,12 +179,12 @@ def _error(output: Tensor, reference: Tensor) -> float:
     return float(((output - reference).norm(dim=1) / norm).mean())
 
 
-def _time(index: VectorIndex, queries: Tensor, k: int) -> tuple[float, float]:
-    """Microseconds of wall and of CPU time that a query takes: medians over runs of one batch."""
+def timed(ask: Callable[[], Tensor], queries: int) -> tuple[float, float]:
+    """Microseconds of wall and of CPU time that each of the queries that are asked takes: medians over RUNS runs."""
     runs = []
     for _ in range(RUNS):
         wall, cpu = time.perf_counter(), time.process_time()
-        index.search(queries, k)[1].cpu()  # which waits for a GPU
+        ask().cpu()  # which waits for a GPU
         runs.append((time.perf_counter() - wall, time.process_time() - cpu))
-    wall, cpu = (median(times) / len(queries) * 1e6 for times in zip(*runs, strict=True))
+    wall, cpu = (median(times) / queries * 1e6 for times in zip(*runs, strict=True))
     return wall, cpu

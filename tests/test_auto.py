@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 
 import pytest
 
@@ -33,8 +34,11 @@ def chosen(memory, device="cpu", backend=None):
     return choose(config.load(), backend, memory.manifest, memory.store.indexes(memory.name), device)
 
 
-def measure(memory, share, time=1.0):
-    remember(memory, "kept", {"step": 2}, {"kept": share, "cpu_us": time})
+def measure(memory, share, time=1.0, small=9.0, backend="kept"):
+    with warnings.catch_warnings(), memory.open() as opened:
+        warnings.simplefilter("ignore", IndexNotice)  # it may have to be built first
+        index = open_index(opened, backend)
+    remember(memory, index, {"step": 2}, {"kept": share, "reading_us": time, "small_reading_us": small})
 
 
 def test_a_small_memory_is_searched_exactly(memory):
@@ -46,7 +50,7 @@ def test_a_small_memory_is_searched_exactly(memory):
 def test_nothing_that_was_not_measured_is_chosen(memory, large):
     assert chosen(memory).backend == "exact" and "--tune" in chosen(memory).reason
     memory.store.reindex(memory.name, "kept")
-    assert chosen(memory).backend == "exact" and "was measured to keep 99.0%" in chosen(memory).reason
+    assert chosen(memory).backend == "exact" and "was measured to be faster and keep 99.0%" in chosen(memory).reason
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_the_fastest_of_those_is_chosen(memory, large, tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[memstore.backends]\nmore = tests.kept:KeptIndex\n")
     measure(memory, 0.999, time=3.0)
-    remember(memory, "more", {}, {"kept": 0.991, "cpu_us": 2.0})
+    measure(memory, 0.991, time=2.0, backend="more")
     assert chosen(memory).backend == "more" and "fastest" in chosen(memory).reason
 
 
@@ -77,6 +81,13 @@ def test_what_can_no_longer_be_loaded_is_not_chosen(memory, large, tmp_path):
     assert chosen(memory).backend == "exact" and "kept would keep 99.0%" in chosen(memory).reason
     with memory.open() as opened:
         assert open_index(opened).backend == "exact"
+
+
+def test_an_index_that_takes_longer_than_exact_search_is_not_chosen(memory, large):
+    measure(memory, 1.0, time=9.1)
+    assert chosen(memory).backend == "exact" and "faster" in chosen(memory).reason
+    measure(memory, 1.0, time=8.9)
+    assert chosen(memory).backend == "kept"
 
 
 def test_a_gpu_scores_every_key(memory, large):

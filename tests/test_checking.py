@@ -178,9 +178,25 @@ def test_what_auto_chooses_is_checked_and_what_was_tuned_is_chosen(library, case
     model, _ = case
     monkeypatch.setenv("MEMSTORE__INDEX__BACKEND", "auto")
     assert library.check("doc", model, k=K).backend == "exact"
-    library.check("doc", model, backend="kept", k=K, tune=True)
     monkeypatch.setenv("MEMSTORE__INDEX__AUTO__EXACT_TOKENS", "100")
+    times = {"kept": 1.0, "exact": 2.0}  # as such a backend takes for a large memory
+
+    def reading_us(questions, indexes, k):
+        return times["kept" if type(next(iter(indexes.values()))).__name__ == "KeptIndex" else "exact"]
+
+    monkeypatch.setattr(checking, "_reading_us", reading_us)
+    library.check("doc", model, backend="kept", k=K, tune=True)
     assert library.check("doc", model, k=K).backend == "kept"
+    times["kept"] = 3.0
+    library.check("doc", model, backend="kept", k=K, tune=True)
+    assert library.check("doc", model, k=K).backend == "exact"
+
+
+def test_the_time_of_reading_is_measured_beside_that_of_the_small_backend(library, case):
+    model, memory = case
+    library.check("doc", model, backend="kept", k=K, tune=True)
+    (record,) = library.indexes(memory.name)
+    assert record.quality["reading_us"] > 0 and record.quality["small_reading_us"] > 0
 
 
 def test_what_is_configured_goes_before_what_was_tuned_and_that_is_said(library, case, monkeypatch):

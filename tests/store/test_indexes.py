@@ -18,6 +18,8 @@ from memstore.errors import (
     MemoryNotFoundError,
     PluginError,
     ReadOnlyStoreError,
+    StoreBusyError,
+    StoreError,
     StoreFullError,
 )
 from memstore.index_record import all_records, index_key, write_record
@@ -61,6 +63,11 @@ def found(memory):
     with memory.open() as opened:
         index = open_index(opened, "kept")
         return {name: each.search(torch.ones(2, each.width), 5) for name, each in index.indexes.items()}
+
+
+def tune(memory, tuned, quality):
+    with memory.open() as opened:
+        remember(memory, open_index(opened, "kept"), tuned, quality)
 
 
 def expect_built(memory, reason):
@@ -188,7 +195,7 @@ def test_files_of_another_memory_are_not_taken_for_its_own(library, hidden):
 
 def test_other_options_are_another_index(memory, monkeypatch):
     memory.store.reindex(memory.name, "kept", {"scale": 2})
-    remember(memory, "kept", {"step": 4}, {"mass": 0.5})  # which says nothing of the other
+    tune(memory, {"step": 4}, {"mass": 0.5})  # which says nothing of the other
     monkeypatch.setenv("MEMSTORE__INDEX__BACKEND", "kept")
     monkeypatch.setenv("MEMSTORE__INDEX__OPTIONS__SCALE", "0.5")
     expect_built(memory, "built with scale = 2.0, and 0.5 is configured")
@@ -208,7 +215,7 @@ def test_options_that_are_not_in_the_file_need_no_building(memory, monkeypatch, 
 
 def test_what_was_tuned_is_used_unless_something_else_is_configured(memory, monkeypatch):
     memory.store.reindex(memory.name, "kept")
-    remember(memory, "kept", {"step": 4}, {"mass": 0.5})
+    tune(memory, {"step": 4}, {"mass": 0.5})
     assert all(id % 4 == 0 for _, ids in found(memory).values() for id in ids.flatten().tolist())
     (record,) = memory.store.indexes(memory.name)
     assert (record.tuned, record.quality) == ({"step": 4}, {"mass": 0.5})
@@ -220,9 +227,19 @@ def test_what_was_tuned_is_used_unless_something_else_is_configured(memory, monk
     assert memory.store.reindex(memory.name, "kept", {"step": 2})[1].tuned == {"step": 2}
 
 
+def test_what_was_measured_of_one_index_is_not_kept_with_another(memory):
+    memory.store.reindex(memory.name, "kept")
+    with memory.open() as opened:
+        index = open_index(opened, "kept")
+        memory.store.reindex(memory.name, "kept")
+        with pytest.raises(StoreBusyError, match="was built anew by another process"):
+            remember(memory, index, {"step": 4}, {"mass": 0.5})
+    assert memory.store.indexes(memory.name)[0].tuned == {}
+
+
 def test_a_damaged_index_is_built_again_as_it_was(memory):
     memory.store.reindex(memory.name, "kept", {"scale": 2})
-    remember(memory, "kept", {"step": 4}, {"mass": 0.5})
+    tune(memory, {"step": 4}, {"mass": 0.5})
     files(memory)[0].unlink()
     with pytest.warns(IndexNotice, match="is missing"):
         assert all(id % 4 == 0 for _, ids in found(memory).values() for id in ids.flatten().tolist())
@@ -372,6 +389,17 @@ def test_a_disk_too_full_for_a_lock_costs_nothing_but_the_file(hidden, monkeypat
     monkeypatch.setattr(hidden.store.records, "lock", full)
     with pytest.warns(IndexNotice, match="could not be kept: The disk is full"):
         assert found(hidden)["hidden"][1].shape == (2, 5)
+
+
+def test_whatever_a_library_fails_with_while_saving_is_told_in_words(hidden, monkeypatch):
+    def fail(self, path):
+        raise RuntimeError("no such format")
+
+    monkeypatch.setattr(kept.KeptIndex, "save", fail)
+    with pytest.raises(StoreError, match="'kept' could not write .*: no such format"):
+        hidden.store.reindex(hidden.name, "kept")
+    with pytest.warns(IndexNotice, match="could not be kept: .*no such format"):
+        found(hidden)
 
 
 def test_what_a_killed_process_left_goes_with_the_next_index(hidden):
