@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import memstore
+from memstore.cli import common
 from tests import kept
 from tests.cli.conftest import GENESIS, Run
 from tests.conftest import Distribution
@@ -92,7 +93,7 @@ def test_verify_finds_damage(run: Run, library: Path) -> None:
 
 
 def test_plugins(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(common.out, "_width", 200)  # a narrow table folds the names of third parties
     lines = [line.split() for line in run("plugins").stdout.splitlines()]
     assert lines[0] == ["name", "kind", "distribution", "version", "available"]
     assert ["llama", "adapter", "memstore-attention", memstore.__version__, "yes"] in lines
@@ -113,7 +114,7 @@ def test_plugins(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plugins_names_what_to_install_for_one_that_cannot_be_used(
     run: Run, distribution: Distribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(common.out, "_width", 200)  # a narrow table folds the names of third parties
     plugins = {"odd": "third_odd:Odd [odd]", "gone": "third_gone:Odd", "odder": "third_odder:Odd"}
     modules = {"third_odd": "import nowhere_at_all", "third_odder": "no Python"}
     distribution("third", "memstore.backends", plugins, modules)
