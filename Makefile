@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 BIN := $(VENV)/bin
+# A plugin in a distribution of its own, which the tests find as that of a third party.
+EXAMPLE := examples/memstore-numpy-backend
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest lint format clean
@@ -14,10 +16,10 @@ demo: $(VENV)/.installed  ## Read four books of the Bible with a small model, an
 	$(BIN)/memstore demo
 
 test: lint  ## Run the linter, the type checker and all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 
 test-oldest: $(VENV_OLDEST)/.installed  ## Run all tests with the oldest supported packages
-	$(VENV_OLDEST)/bin/python -m pytest
+	$(VENV_OLDEST)/bin/python -m pytest --numprocesses=auto --dist=worksteal
 
 lint: $(VENV)/.installed  ## Run the linter, the format check and the type checker
 	$(BIN)/ruff check .
@@ -33,10 +35,11 @@ clean:  ## Remove the virtual environments and everything that was built
 
 $(VENV)/.installed: constraints.txt
 $(VENV_OLDEST)/.installed: constraints-oldest.txt
-%/.installed: pyproject.toml
+%/.installed: pyproject.toml $(EXAMPLE)/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "memstore needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is not one. Name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 		exit 1; }
 	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(filter constraints%,$^) --editable '.[dev,demo]'
+	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(filter constraints%,$^) --editable '.[dev,demo]' \
+		--editable $(EXAMPLE)
 	@touch $@

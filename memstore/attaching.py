@@ -46,12 +46,14 @@ def attach(
     adapter = adapter_for(model)(model)
     facts = fingerprint(adapter)
     for memory in {id(memory): memory for row in lists for memory in row}.values():
-        _check_fits(memory, adapter, facts, strict)
+        check_fits(memory, adapter, facts, strict)
     attachment: Attachment = adapter.attachment(lists, **options)
     return attachment
 
 
-def _check_fits(memory: Memory, adapter: ModelAdapter, facts: dict[str, JsonValue], strict: bool) -> None:
+def check_fits(memory: Memory, adapter: ModelAdapter, facts: dict[str, JsonValue], strict: bool) -> None:
+    """Raises FingerprintMismatchError if the adapter's model, of which ``facts`` are the fingerprint, did not write the
+    memory; ``strict=False`` warns where only the fingerprint differs."""
     name = type(adapter.model).__name__
     if memory.kind != adapter.kind or memory.manifest.parts != adapter.parts(_dtype(memory)):
         raise FingerprintMismatchError(

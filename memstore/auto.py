@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from memstore import registry
+from memstore.availability import installed
+from memstore.config.settings import AUTO
 from memstore.index_record import IndexRecord
 from memstore.manifest import Manifest
 
 if TYPE_CHECKING:
     from memstore.config import Config
 
-AUTO = "auto"  # no plugin: it stands for a choice
+
+ROUNDING = 1e-6
 
 
 class Choice(NamedTuple):
@@ -37,20 +42,31 @@ def choose(
     if device.partition(":")[0] != "cpu":
         return Choice(auto.small, f"on {device} every key is scored at once")
     target = f"{auto.target_mass:.1%} of the attention mass"
-    fitting = {record.backend: _time(record) for record in records if _kept(record) >= auto.target_mass}
+    fitting = {r.backend: _time(r) for r in records if reaches(_measured(r, "kept"), auto.target_mass) and _pays(r)}
     if fitting:
-        fastest = min(fitting, key=lambda name: fitting[name])
-        return Choice(fastest, f"it is the fastest that was measured to keep {target}")
-    lacking = f"no index of these {manifest.num_tokens:,} tokens was measured to keep {target}"
+        usable = {plugin.name for plugin in installed(registry.BACKENDS) if plugin.available is not False}
+        if fastest := min(sorted(fitting.keys() & usable), key=lambda name: fitting[name], default=None):
+            return Choice(fastest, f"it is the fastest that was measured to keep {target}")
+        lost = f"{', '.join(fitting)} would keep {target}"
+        return Choice(auto.small, f"{lost}, but cannot be used here (`memstore plugins` says why)")
+    lacking = f"no index of these {manifest.num_tokens:,} tokens was measured to be faster and keep {target}"
     return Choice(auto.small, f"{lacking} (`memstore check` with --backend and --tune measures one)")
 
 
-def _kept(record: IndexRecord) -> float:
-    """The share of the exact search's attention mass that this index captures; 0 if that is not known."""
-    return 0.0 if record.quality is None else cast(float, record.quality.get("kept", 0.0))
+def reaches(kept: float, target_mass: float) -> bool:
+    """Whether an index that keeps this share reaches the target; an exact one may lose what float32 rounds away."""
+    return kept >= target_mass - ROUNDING
+
+
+def _pays(record: IndexRecord) -> bool:
+    """Whether reading takes less CPU time with this index than with the one that it would replace."""
+    return _measured(record, "reading_us") < _measured(record, "small_reading_us", math.inf)
 
 
 def _time(record: IndexRecord) -> float:
-    """Microseconds of CPU time a query."""
-    assert record.quality is not None
-    return cast(float, record.quality["cpu_us"])
+    """Microseconds of CPU time a query of the model takes."""
+    return _measured(record, "reading_us")
+
+
+def _measured(record: IndexRecord, what: str, unknown: float = 0.0) -> float:
+    return cast(float, (record.quality or {}).get(what, unknown))

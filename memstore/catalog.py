@@ -27,6 +27,11 @@ def key(kind: bytes, name: str) -> bytes:
     return kind + hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
+def index_lock(memory_id: str) -> str:
+    """The lock of whoever changes the indexes of a memory."""
+    return f"{memory_id}-index"
+
+
 def check_format(records: RecordStore) -> None:
     """Raises FormatError for a store that this version cannot read; marks an empty one as a store."""
     value = records.get(FORMAT)

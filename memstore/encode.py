@@ -7,7 +7,6 @@ independent, never padded, and always batched in the same company.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from memstore.describe import describe
 from memstore.errors import EncodingError, MemoryExistsError
+from memstore.evaluating import evaluating
 from memstore.fingerprint import tensor_bytes
 from memstore.manifest import Manifest
 from memstore.memory import Memory
@@ -72,7 +72,7 @@ def encode(
     )
     if name in store:
         return _same_or_raise(store[name], draft)
-    with store.create(draft, document) as writer, _evaluating(model):
+    with store.create(draft, document) as writer, evaluating(model):
         report = progress if progress is not None else _silent
         report(writer.num_done, draft.num_tokens)
         for block in _blocks(adapter, source, draft, writer, report):
@@ -95,24 +95,6 @@ def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
         f"The store holds another memory named {draft.name!r} already; it differs in {', '.join(differing)}. "
         "Remove it first, or choose another name."
     )
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout, gradients and autocast, which the fingerprint does not know; and back to how the model was."""
-    training = [module for module in model.modules() if module.training]  # a part may be frozen in evaluation mode
-    model.eval()
-    try:
-        with torch.no_grad(), _no_autocast(model.device.type):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
-    available = torch.amp.autocast_mode.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if available else nullcontext()
 
 
 def _blocks(

@@ -90,7 +90,8 @@ class FingerprintWarning(UserWarning):
 
 
 class IndexNotice(UserWarning):
-    """An index had to be built: it was missing, its file was damaged, or its options had changed. Nothing is lost."""
+    """An index, or the sample of queries that indexes are judged by, had to be made: it was missing, its file was
+    damaged, or its options had changed. Nothing is lost."""
 
 
 class AttachError(MemstoreError):
@@ -112,6 +113,11 @@ class QueryError(MemstoreError):
 class IndexBuildError(MemstoreError):
     """Keys cannot be indexed as asked: there are none, they differ in shape, are not finite, or an option does not fit
     their number. The message says which."""
+
+
+class CheckError(MemstoreError):
+    """An index cannot be checked or tuned as asked: the model gives no sample of what it asks, or a number does not
+    fit. The message says which."""
 
 
 class AssetError(MemstoreError):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memstore.errors import AttachError, ConfigError, UnsupportedModelError
-from memstore.hooks import AttentionFunction, base_attention, base_implementation, install
+from memstore.hooks import tapped
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import PartSpec, WindowRule
-from memstore.memory import Memory
+from memstore.memory import Memory, OpenMemory
+from memstore.reading.asking import reading_queries, written_queries
 from memstore.reading.chat import chat_frame
 from memstore.reading.hidden import HiddenAttachment
 from memstore.reading.kv import KvAttachment
@@ -114,6 +114,9 @@ class EncoderDecoderAdapter(ModelAdapter):
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> HiddenAttachment:
         return HiddenAttachment(self, rows, **known_options(HiddenAttachment, options))
 
+    def queries(self, opened: OpenMemory) -> dict[int, Tensor]:
+        return written_queries(self, opened)
+
 
 class DecoderOnlyAdapter(ModelAdapter):
     """A decoder with rotary positions: a memory holds every layer's keys, before rotation, and values."""
@@ -171,7 +174,11 @@ class DecoderOnlyAdapter(ModelAdapter):
     def encode(self, windows: Tensor) -> dict[str, Tensor]:
         """One forward pass; keys and values are taken where attention sees them, keys with their rotation undone."""
         taken: dict[str, Tensor] = {}
-        with self._tapped(taken):
+
+        def note(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+            taken[f"keys.{layer}"], taken[f"values.{layer}"] = key, value
+
+        with tapped(self.self_attentions, note):
             self.decoder(input_ids=windows, use_cache=False)
         positions = torch.arange(windows.shape[1], device=windows.device)[None]
         cos, sin = self.rotary(taken["keys.0"], positions)
@@ -179,26 +186,6 @@ class DecoderOnlyAdapter(ModelAdapter):
             part: (unrotate(tensor, cos, sin) if part.startswith("keys") else tensor).transpose(1, 2)
             for part, tensor in taken.items()
         }
-
-    @contextmanager
-    def _tapped(self, taken: dict[str, Tensor]) -> Iterator[None]:
-        def tap(layer: int, module: nn.Module) -> AttentionFunction:
-            base = base_attention(module, base_implementation(module))
-
-            def attention(
-                module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-            ) -> tuple[Tensor, Tensor | None]:
-                taken[f"keys.{layer}"], taken[f"values.{layer}"] = key, value
-                return base(module, query, key, value, mask, **kwargs)
-
-            return attention
-
-        taps = {module: tap(layer, module) for layer, module in enumerate(self.self_attentions)}
-        uninstall = install(taps)
-        try:
-            yield
-        finally:
-            uninstall()
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """What stands before the user's words in a chat. Every window of a long document is read behind it: so its own
@@ -213,3 +200,6 @@ class DecoderOnlyAdapter(ModelAdapter):
 
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> KvAttachment:
         return KvAttachment(self, rows, **known_options(KvAttachment, options))
+
+    def queries(self, opened: OpenMemory) -> dict[int, Tensor]:
+        return reading_queries(self, opened)

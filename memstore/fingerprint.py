@@ -45,7 +45,7 @@ def fingerprint(adapter: ModelAdapter, tokenizer: PreTrainedTokenizerBase | None
         "model_class": type(model).__name__,
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "weights": weights_hash(adapter),
-        "rope": None if rope is None else _tensors_hash({"inv_freq": rope}),
+        "rope": None if rope is None else tensors_hash({"inv_freq": rope}),
         "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
     }
     return facts | _config_facts(model.config.to_dict(), "config")
@@ -75,7 +75,7 @@ def weights_hash(adapter: ModelAdapter) -> str:
     state = tuple((name, *_state(tensor)) for name, tensor in tensors.items())
     known = _hashes.get(adapter.model)
     if known is None or known[0] != state:
-        known = _hashes[adapter.model] = (state, _tensors_hash(tensors))
+        known = _hashes[adapter.model] = (state, tensors_hash(tensors))
     return known[1]
 
 
@@ -92,7 +92,8 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return xxh3_128(json.dumps([sorted(tokenizer.get_vocab().items()), ids]).encode("utf-8", "replace")).hexdigest()
 
 
-def _tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
+def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
+    """Hash of the names, shapes, dtypes and values of these tensors."""
     digest = xxh3_128()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -7,7 +7,9 @@ calling module up: a module that is attached reads its memory, any other goes to
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -61,7 +63,7 @@ def install(readers: Mapping[nn.Module, AttentionFunction]) -> Callable[[], None
     """
     for module in readers:
         if module in _readers:
-            raise AttachError("This model has memories attached already; leave that attachment before attaching again.")
+            raise AttachError("This model has memories attached already; leave that attachment first.")
         if base_implementation(module) not in SUPPORTED:
             raise AttachError(
                 f"The model runs with {base_implementation(module)!r} attention, which cannot be hooked yet; "
@@ -79,6 +81,27 @@ def install(readers: Mapping[nn.Module, AttentionFunction]) -> Callable[[], None
             _switch_back(config)
 
     return uninstall
+
+
+@contextmanager
+def tapped(modules: Sequence[nn.Module], note: Callable[[int, Tensor, Tensor, Tensor, float], None]) -> Iterator[None]:
+    """Inside, ``note(i, query, key, value, scaling)`` is called whenever the i-th module attends, as it always does.
+
+    Raises AttachError if a memory is attached to one of them.
+    """
+
+    def tap(
+        i: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        scaling = kwargs.get("scaling")
+        note(i, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        return base_attention(module, base_implementation(module))(module, query, key, value, mask, **kwargs)
+
+    uninstall = install({module: partial(tap, i) for i, module in enumerate(modules)})
+    try:
+        yield
+    finally:
+        uninstall()
 
 
 def _switch(config: PretrainedConfig) -> None:

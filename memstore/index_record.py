@@ -8,7 +8,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from memstore.catalog import INDEX, SEALED, key
-from memstore.errors import MemoryNotFoundError
+from memstore.errors import DamagedMemoryError, MemoryNotFoundError
 from memstore.interfaces import RecordStore
 from memstore.manifest import Manifest
 
@@ -56,13 +56,23 @@ def index_key(memory_id: str, backend: str) -> bytes:
 
 def all_records(records: RecordStore, memory_id: str) -> list[IndexRecord]:
     """The indexes of a memory, by backend. One whose record cannot be read does not exist: it can be built again."""
-    found = [_unpack(value) for _, value in records.items(INDEX + memory_id.encode())]
-    return sorted((record for record in found if record is not None), key=lambda record: record.backend)
+    try:
+        return _records(records, memory_id)
+    except DamagedMemoryError:  # which does not tell which of them it is: the others are still found by their backend
+        return []
+
+
+def used_folders(records: RecordStore, memory_id: str) -> set[str]:
+    """Where the files of a memory's indexes are. Raises DamagedMemoryError if that cannot be told of all."""
+    return {record.folder for record in _records(records, memory_id)}
 
 
 def read_record(records: RecordStore, memory_id: str, backend: str) -> IndexRecord | None:
     """The index of a memory for a backend, if there is one."""
-    value = records.get(index_key(memory_id, backend))
+    try:
+        value = records.get(index_key(memory_id, backend))
+    except DamagedMemoryError:
+        return None
     return None if value is None else _unpack(value)
 
 
@@ -71,9 +81,27 @@ def write_record(records: RecordStore, manifest: Manifest, record: IndexRecord) 
     sealed_key = key(SEALED, manifest.name)
     sealed = records.get(sealed_key)
     packed = {index_key(manifest.id, record.backend): msgpack.packb(record.model_dump())}
-    present = sealed is not None and Manifest.unpack(sealed).id == manifest.id
-    if not present or not records.commit(packed, expect={sealed_key: sealed}):
-        raise MemoryNotFoundError(f"Memory {manifest.name!r} was removed while its index was built.")
+    if not _is_of(sealed, manifest) or not records.commit(packed, expect={sealed_key: sealed}):
+        raise removed(manifest)
+
+
+def is_removed(records: RecordStore, manifest: Manifest) -> bool:
+    """Whether the memory is no longer in the store."""
+    return not _is_of(records.get(key(SEALED, manifest.name)), manifest)
+
+
+def removed(manifest: Manifest) -> MemoryNotFoundError:
+    """What to raise where the memory of an index is no longer there."""
+    return MemoryNotFoundError(f"Memory {manifest.name!r} was removed while its index was built.")
+
+
+def _is_of(sealed: bytes | None, manifest: Manifest) -> bool:
+    return sealed is not None and Manifest.unpack(sealed).id == manifest.id
+
+
+def _records(records: RecordStore, memory_id: str) -> list[IndexRecord]:
+    found = [_unpack(value) for _, value in records.items(INDEX + memory_id.encode())]
+    return sorted((record for record in found if record is not None), key=lambda record: record.backend)
 
 
 def _unpack(value: bytes) -> IndexRecord | None:

@@ -1,48 +1,20 @@
-"""The indexes of a memory: caches, which are built from its vectors where they are missing, stale or damaged.
-
-An index that is worth keeping lies in ``<memory's folder>/indexes/<unique>/``, one file for each slot, and is known by
-the record in the catalog that names that folder. The record is committed after the files were written, so an index is
-there in whole or not at all; a native library reads a file only if its bytes are those that were written.
-"""
+"""The indexes of a memory: caches, which are built from its vectors where they are missing, stale or damaged."""
 
 from __future__ import annotations
 
-import shutil
-import time
-import uuid
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import xxhash
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from memstore import registry
-from memstore.auto import AUTO, choose
+from memstore.auto import choose
 from memstore.config import load as load_config
-from memstore.errors import IndexNotice, ReadOnlyStoreError, StoreError, StoreFullError
-from memstore.index_record import IndexFile, IndexRecord, all_records, read_record, write_record
-from memstore.interfaces import Lock, SavedIndex, VectorIndex
+from memstore.config.settings import AUTO
+from memstore.errors import StoreBusyError, StoreError
+from memstore.index_cache import IndexCache, Keys, MemoryIndex, UnusableError
+from memstore.index_record import IndexRecord, all_records, is_removed, read_record, removed, write_record
+from memstore.interfaces import VectorIndex
 from memstore.memory import Memory, OpenMemory
-from memstore.slots import slots
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Keys = Mapping[str, "list[Tensor]"]
-
-
-@dataclass
-class MemoryIndex:
-    """The indexes of one memory, by the names of its slots. ``record``: what is known of them, if they are kept."""
-
-    backend: str
-    indexes: dict[str, VectorIndex]
-    record: IndexRecord | None
 
 
 def check_backend(backend: str | None) -> None:
@@ -65,13 +37,13 @@ def open_index(
 
     Raises ConfigError, PluginError, IndexBuildError, DamagedMemoryError.
     """
-    job = _Job(opened, keys, *_plugin(opened.memory, backend, device=device))
-    if not job.saved:
-        return job.build(read_record(job.records, job.manifest.id, job.backend))
+    cache = IndexCache(opened, keys, *_plugin(opened.memory, backend, device=device))
+    if not cache.saved:
+        return cache.build(cache.current_record())
     try:
-        return job.load()
-    except _UnusableError as error:
-        return job.build_and_keep(str(error))
+        return cache.load()
+    except UnusableError as error:
+        return cache.build_and_keep(str(error))
 
 
 def reindex(
@@ -84,29 +56,39 @@ def reindex(
     """
     name, plugin, chosen = _plugin(memory, backend, options)
     with memory.open() as opened:
-        job = _Job(opened, None, name, plugin, chosen)
-        if not job.saved:
-            job.build(None)  # what does not fit is told now, not when it is attached
+        cache = IndexCache(opened, None, name, plugin, chosen)
+        if not cache.saved:
+            cache.build(None)  # what does not fit is told now, not when it is attached
             return name, None
-        if job.folder is None:
+        if cache.folder is None and is_removed(cache.records, cache.manifest):
+            raise removed(cache.manifest)
+        if cache.folder is None:
             raise StoreError(f"The store {memory.store.path} keeps nothing on disk, so it cannot keep an index either.")
-        with job.locked():
-            tuned = {key: value for key, value in (options or {}).items() if key in plugin.tunable}
-            return name, job.keep(job.build(None), tuned).record
+        with cache.locked():
+            tuned = {key: getattr(chosen, key) for key in options or {} if key in plugin.tunable}
+            before = cache.record("", {}, None).model_copy(update={"tuned": tuned})
+            return name, cache.keep(cache.built(None), before)
 
 
-def remember(memory: Memory, backend: str, tuned: Mapping[str, int], quality: Mapping[str, Any]) -> None:
+def remember(memory: Memory, index: MemoryIndex, tuned: Mapping[str, int], quality: Mapping[str, Any]) -> None:
     """Keep with an index which values of its tunable options to search with, and what they were measured to give.
 
-    Raises ReadOnlyStoreError, MemoryNotFoundError.
+    Raises ReadOnlyStoreError, MemoryNotFoundError, StoreBusyError if it was built anew since it was opened.
     """
-    _, plugin, options = load_config().index_plugin(backend)
+    _, plugin, options = load_config().index_plugin(index.backend)
     with memory.open() as opened:
-        job = _Job(opened, None, backend, plugin, options)
-        with job.locked():
-            record = read_record(job.records, memory.manifest.id, backend) or job.record("", {}, 0.0)
-            fresh = record.model_copy(update={"tuned": dict(tuned), "quality": dict(quality)})
-            write_record(job.records, memory.manifest, fresh)
+        cache = IndexCache(opened, None, index.backend, plugin, options)
+        with cache.locked():
+            record = read_record(cache.records, memory.manifest.id, index.backend)
+            if (record and record.folder) != (index.record and index.record.folder):
+                raise StoreBusyError(
+                    f"The index {index.backend!r} of memory {memory.name!r} was built anew by another process while it "
+                    "was measured. Repeat the check."
+                )
+            fresh = (record or cache.record("", {}, None)).model_copy(
+                update={"tuned": dict(tuned), "quality": dict(quality)}
+            )
+            write_record(cache.records, memory.manifest, fresh)
 
 
 def _plugin(
@@ -117,176 +99,3 @@ def _plugin(
     chosen = choose(config, backend, memory.manifest, records, device).backend
     is_configured = backend is None and chosen == config.settings.index.backend
     return config.index_plugin(None if is_configured else chosen, options)
-
-
-class _UnusableError(Exception):
-    """Why an index cannot be used as it lies in the store."""
-
-
-class _Job:
-    """Loading, building and keeping the indexes of one memory for one backend."""
-
-    def __init__(
-        self, opened: OpenMemory, keys: Keys | None, backend: str, plugin: type[VectorIndex], options: BaseModel
-    ) -> None:
-        self.manifest, self.store = opened.manifest, opened.memory.store
-        self.records = self.store.records
-        self.slots = slots(self.manifest)
-        self.opened, self.keys = opened, keys or {}
-        self.backend, self.plugin, self.options = backend, plugin, options
-        self.saved = issubclass(plugin, SavedIndex)
-        self.seconds = 0.0
-
-    @property
-    def folder(self) -> Path | None:
-        folder = self.records.folder(self.manifest.id)
-        return None if folder is None else folder / "indexes"
-
-    def locked(self) -> Lock:
-        """A context in which this process alone changes the indexes of this memory."""
-        if self.store.mode == "r":
-            raise ReadOnlyStoreError(f'The store {self.store.path} was opened with mode="r". Open it with mode="a".')
-        return self.records.lock(f"{self.manifest.id}-index", wait=True)
-
-    def load(self) -> MemoryIndex:
-        """The index as it lies in the store. Raises _UnusableError."""
-        record = read_record(self.records, self.manifest.id, self.backend)
-        if record is None or not record.files or self.folder is None:
-            raise _UnusableError("none was kept")
-        self._check_current(record)
-        try:
-            options = self._searched_with(record)
-        except ValidationError as error:
-            raise _UnusableError("the one kept has options that the backend no longer knows") from error
-        indexes: dict[str, VectorIndex] = {}
-        for slot in self.slots:
-            path, index = self.folder / record.folder / slot.name, self.plugin(options)
-            assert isinstance(index, SavedIndex)
-            try:
-                self._check_file(path, record.files[slot.name])
-                index.load(path)
-            except _UnusableError:
-                raise
-            except Exception as error:  # whatever a native library makes of a file that an older version of it wrote
-                raise _UnusableError(f"{path} cannot be read ({error})") from error
-            if index.num_keys != self.manifest.num_tokens:
-                raise _UnusableError(f"{path} holds {index.num_keys} keys instead of {self.manifest.num_tokens}")
-            indexes[slot.name] = index
-        return MemoryIndex(self.backend, indexes, record)
-
-    def build(self, record: IndexRecord | None) -> MemoryIndex:
-        """Build from the memory's vectors. ``record``: what may have been tuned for a backend that keeps no files."""
-        begun = time.monotonic()
-        options = self.options if record is None else self._searched_with(record)
-        indexes = {}
-        for slot in self.slots:
-            indexes[slot.name] = self.plugin(options)
-            indexes[slot.name].build(self.keys.get(slot.name) or slot.keys(self.opened))
-        self.seconds = time.monotonic() - begun
-        return MemoryIndex(self.backend, indexes, record)
-
-    def build_and_keep(self, reason: str) -> MemoryIndex:
-        """Build, because of ``reason``, and keep it if that is possible."""
-        if self.store.mode == "r" or self.folder is None:
-            built, kept = self.build(None), "It is not kept, because the store was opened read-only or is not on disk."
-        else:
-            with self.locked():
-                try:
-                    return self.load()  # another process may have been faster
-                except _UnusableError:
-                    built = self.build(None)
-                try:
-                    built, kept = self.keep(built), "It is kept for the next time."
-                except StoreError as error:
-                    kept = f"It could not be kept: {error}"
-        warnings.warn(
-            f"The index {self.backend!r} of memory {self.manifest.name!r} was built in {self.seconds:.1f} s, because "
-            f"{reason}. {kept} (`memstore reindex` builds an index ahead.)",
-            IndexNotice,
-            stacklevel=4,
-        )
-        return built
-
-    def keep(self, built: MemoryIndex, tuned: Mapping[str, int] | None = None) -> MemoryIndex:
-        """Write the files and make them known; what they replace is deleted. Raises StoreError."""
-        assert self.folder is not None
-        name = uuid.uuid4().hex
-        folder, files = self.folder / name, {}
-        try:
-            folder.mkdir(parents=True)
-            for slot, index in built.indexes.items():
-                assert isinstance(index, SavedIndex)
-                index.save(folder / slot)
-                files[slot] = IndexFile(nbytes=(folder / slot).stat().st_size, checksum=_checksum(folder / slot))
-            record = self.record(name, files, self.seconds, tuned)
-            write_record(self.records, self.manifest, record)
-        except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
-            if error.errno in (ENOSPC, EDQUOT):
-                message = f"The disk that holds {folder} is full. Free some space and repeat; nothing is lost."
-                raise StoreFullError(message) from error
-            raise StoreError(f"The index could not be written to {folder}: {error}.") from error
-        self._sweep()
-        return MemoryIndex(self.backend, built.indexes, record)
-
-    def record(
-        self, folder: str, files: dict[str, IndexFile], seconds: float, tuned: Mapping[str, int] | None = None
-    ) -> IndexRecord:
-        plugin = registry.info(registry.BACKENDS, self.backend)
-        return IndexRecord(
-            backend=self.backend,
-            distribution=plugin.distribution,
-            version=plugin.version,
-            created=time.time(),
-            seconds=seconds,
-            digest=self.manifest.digest,
-            options={key: value for key, value in self.options.model_dump(mode="json").items() if self._decides(key)},
-            tuned=dict(tuned or {}),
-            folder=folder,
-            files=files,
-        )
-
-    def _decides(self, option: str) -> bool:
-        """Whether an option decides what is built."""
-        return option not in self.plugin.tunable and option not in getattr(self.plugin, "unsaved", ())
-
-    def _searched_with(self, record: IndexRecord) -> BaseModel:
-        """What was configured, before what was tuned, before the defaults."""
-        configured = self.options.model_dump(mode="json", exclude_unset=True)
-        return self.plugin.Options.model_validate({**record.options, **record.tuned, **configured})
-
-    def _check_current(self, record: IndexRecord) -> None:
-        if record.digest != self.manifest.digest or record.files.keys() != {slot.name for slot in self.slots}:
-            raise _UnusableError("the one kept was built from other vectors")
-        for option, value in self.options.model_dump(mode="json", exclude_unset=True).items():
-            if self._decides(option) and record.options.get(option) != value:
-                raise _UnusableError(
-                    f"the one kept was built with {option} = {record.options.get(option)}, and {value} is configured"
-                )
-
-    def _check_file(self, path: Path, file: IndexFile) -> None:
-        try:
-            same = path.stat().st_size == file.nbytes and _checksum(path) == file.checksum
-        except FileNotFoundError as error:
-            raise _UnusableError(f"{path} is missing") from error
-        if not same:
-            raise _UnusableError(f"{path} is damaged: its bytes are not those that were written")
-
-    def _sweep(self) -> None:
-        """Delete what no index of this memory needs: a replaced one, or what a killed process left."""
-        assert self.folder is not None
-        needed = {record.folder for record in all_records(self.records, self.manifest.id)}
-        with suppress(OSError):  # the next one tries again
-            for folder in self.folder.iterdir():
-                if folder.name not in needed:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from memstore.errors import DocumentError
+from memstore.errors import CheckError, DocumentError
 from memstore.manifest import PartSpec, WindowRule
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from memstore.attachment import Attachment
-    from memstore.memory import Memory
+    from memstore.memory import Memory, OpenMemory
 
 Buffer = bytes | bytearray | memoryview
 Mode = Literal["a", "r"]
@@ -100,7 +100,8 @@ class RecordReader(ABC):
 
     @abstractmethod
     def get(self, key: bytes) -> memoryview:
-        """The value of ``key`` without copying, 16-byte aligned. Raises DamagedMemoryError if it is missing."""
+        """The value of ``key``, read-only and 16-byte aligned; a large one is not copied. Raises DamagedMemoryError if
+        it is missing."""
 
     @abstractmethod
     def keys(self) -> Iterator[bytes]:
@@ -129,7 +130,7 @@ class RecordWriter(ABC):
     def seal(self) -> dict[str, Any]:
         """End writing and close. Returns what a reader needs to notice damage (msgpack-able), kept by the catalog.
 
-        Its ``"nbytes"`` is the space on disk.
+        Its ``"nbytes"`` is the space that the records take.
         """
 
     @abstractmethod
@@ -147,11 +148,17 @@ class Lock(ABC):
 
     @abstractmethod
     def release(self, discard: bool = False) -> None:
-        """Let the next one in. ``discard``: nobody will ask for this name again, so nothing of it need remain."""
+        """Let the next one in; a second call does nothing. ``discard``: nobody will ask for this name again, so nothing
+        of it need remain."""
 
 
 class RecordStore(ABC):
-    """Where a store keeps its bytes: one small catalog, and one write-once set of records per memory."""
+    """Where a store keeps its bytes: one small catalog, and one write-once set of records per memory.
+
+    A process may open one path several times, and sees in each what it changed through another. In mode "r",
+    StoreNotFoundError is raised where there is no store, and ReadOnlyStoreError by what would change one. A store that
+    has been closed raises StoreError.
+    """
 
     Options: ClassVar[type[BaseModel]] = Options
     persistent: ClassVar[bool] = True
@@ -188,7 +195,7 @@ class RecordStore(ABC):
 
     @abstractmethod
     def delete(self, memory_id: str) -> None:
-        """Give the space back. A reader that has them open keeps reading."""
+        """Give the space of a memory back, if it has any. A reader that has its records open keeps reading."""
 
     @abstractmethod
     def folder(self, memory_id: str) -> Path | None:
@@ -209,7 +216,7 @@ class RecordStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Raises StoreInUseError while a reader or writer is open."""
+        """A second call does nothing. Raises StoreInUseError while a reader or writer is open."""
 
 
 class ModelAdapter(ABC):
@@ -249,6 +256,19 @@ class ModelAdapter(ABC):
     @abstractmethod
     def attachment(self, rows: Sequence[Sequence[Memory]], **options: Any) -> Attachment:
         """Bind memories, one list for each batch row, or a single list for all rows."""
+
+    def queries(self, opened: OpenMemory) -> dict[int, torch.Tensor]:
+        """A bounded sample of what the decoder asks of this memory, the same every time: {layer: [m, num_heads, d]}.
+
+        float32 on the CPU, with the width and in the space of the keys that an index holds, and multiplied by the
+        attention's scaling, so that inner products with the keys are the scores of the softmax.
+
+        Raises CheckError if the model cannot give one, AttachError while a memory is attached to it.
+        """
+        raise CheckError(
+            f"{type(self).__name__} gives no sample of what {type(self.model).__name__} asks, by which to judge an "
+            "index. An adapter that derives from EncoderDecoderAdapter or DecoderOnlyAdapter gives one."
+        )
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokens to read before every window of a long document; none unless the family needs them."""

@@ -87,7 +87,7 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
+        """Bytes that its records take, on disk where they are kept there."""
         return int((self.manifest.seal or {})["nbytes"])
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from memstore.catalog import INDEX, PENDING, SEALED, TOMBSTONE, is_name, key
+from memstore.catalog import INDEX, PENDING, SEALED, TOMBSTONE, index_lock, is_name, key
 from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
@@ -93,16 +93,23 @@ def reclaim(records: RecordStore) -> None:
     Only what a tombstone names is deleted, never what no manifest names: a catalog that was damaged, or restored from
     an older copy, must not cost a memory.
     """
-    with contextlib.suppress(StoreError):  # the next opening tries again
-        for tombstone, _ in records.items(TOMBSTONE):
+    tombstones: list[tuple[bytes, bytes]] = []
+    with contextlib.suppress(StoreError):
+        tombstones = records.items(TOMBSTONE)
+    for tombstone, _ in tombstones:
+        with contextlib.suppress(StoreError):  # the next opening tries again
             _bury(records, tombstone)
 
 
 def _bury(records: RecordStore, tombstone: bytes) -> None:
     memory_id = tombstone[len(TOMBSTONE) :]
     records.delete(memory_id.decode())
-    indexes = [index for index, _ in records.items(INDEX + memory_id)]
+    indexes: list[bytes] = []
+    with contextlib.suppress(DamagedMemoryError):  # the record of an index: a few bytes stay
+        indexes = [index for index, _ in records.items(INDEX + memory_id)]
     records.commit({}, [tombstone, *indexes])
+    with contextlib.suppress(StoreError):  # held by who still builds an index, and learns that it is too late
+        records.lock(index_lock(memory_id.decode()), wait=False).release(discard=True)
 
 
 def _writer(store: MemoryStore, manifest: Manifest, packed: bytes, document: Document, lock: Lock) -> MemoryWriter:

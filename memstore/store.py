@@ -25,14 +25,16 @@ from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
 
 if TYPE_CHECKING:
+    from memstore.checking import CheckReport
     from memstore.verify import VerifyResult
 
 
-def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str = "lmdb") -> MemoryStore:
+def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str) -> MemoryStore:
     """Open the store at ``path``: for reading and writing, created if it is missing ("a"), or read-only ("r").
 
-    Raises StoreNotFoundError, ReadOnlyStoreError, FormatError (another format), DamagedMemoryError (the catalog), or
-    StoreError for a path that cannot be that of a store.
+    ``records`` names the backend that keeps its bytes. Raises PluginError for an unknown one, StoreNotFoundError,
+    ReadOnlyStoreError, FormatError (another format), DamagedMemoryError (the catalog), or StoreError for a path that
+    cannot be that of a store.
     """
     if mode not in ("a", "r"):
         raise ValueError(f'mode is "a" or "r", not {mode!r}.')
@@ -44,7 +46,7 @@ def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str = "lmdb
 
 
 class MemoryStore:
-    """A collection of memories in a folder. Get one with :func:`memstore.open`; a context manager."""
+    """A collection of memories. Get one with :func:`memstore.open`; a context manager."""
 
     def __init__(self, path: Path, mode: Mode, backend: str) -> None:
         self.path, self.mode, self.backend = path, mode, backend
@@ -109,7 +111,7 @@ class MemoryStore:
 
         Raises MemoryNotFoundError, MemoryBusyError (another process is encoding it).
         """
-        self._check_writable()
+        self.check_writable()
         if not is_name(name):
             raise self._not_found(name)
         sealed_key = key(SEALED, name)
@@ -165,15 +167,31 @@ class MemoryStore:
         """Build an index of a memory without encoding anything: see :func:`memstore.indexes.reindex`."""
         from memstore.indexes import reindex
 
-        self._check_writable()
+        self.check_writable()
         return reindex(self[name], backend, options)
 
     def indexes(self, name: str) -> list[IndexRecord]:
         """The indexes that are kept of a memory, by backend. Raises MemoryNotFoundError."""
         return all_records(self.records, self[name].manifest.id)
 
+    def check(
+        self,
+        name: str,
+        model: Any,
+        *,
+        backend: str | None = None,
+        k: int | None = None,
+        tune: bool = False,
+        target_mass: float | None = None,
+    ) -> CheckReport:
+        """Hold an index of a memory against exact search, by what ``model`` asks of the memory, or tune it: see
+        :func:`memstore.checking.check`."""
+        from memstore.checking import check
+
+        return check(self, name, model, backend=backend, k=k, tune=tune, target_mass=target_mass)
+
     def verify(self, name: str | None = None) -> list[VerifyResult]:
-        """Check every byte of one memory, or of all, in another process, which damage may crash.
+        """Check every byte of one memory, or of all: in another process, which damage may crash, if one can see them.
 
         Raises MemoryNotFoundError.
         """
@@ -188,7 +206,7 @@ class MemoryStore:
         have an earlier ``id`` and ``created``. What is left of another manifest of this name is dropped. Raises
         MemoryExistsError, MemoryBusyError, DocumentError, StoreFullError, ReadOnlyStoreError.
         """
-        self._check_writable()
+        self.check_writable()
         return pending.start(self, manifest, document)
 
     def reader(self, manifest: Manifest) -> RecordReader:
@@ -206,6 +224,7 @@ class MemoryStore:
     def _not_found(self, name: object) -> MemoryNotFoundError:
         return MemoryNotFoundError(f"The store {self.path} holds no memory named {name!r}.")
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
+        """Raises ReadOnlyStoreError for a store that was opened with ``mode="r"``."""
         if self.mode == "r":
             raise ReadOnlyStoreError(f'The store {self.path} was opened with mode="r". Open it with mode="a".')

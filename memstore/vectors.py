@@ -59,13 +59,7 @@ def sample(blocks: Sequence[Tensor], size: int, seed: int) -> Tensor:
     """At most ``size`` of the keys, float32 [s, d] on the CPU, in order: always the same ones for a seed."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(sum(map(len, blocks)), generator=generator)[:size].sort().values
-    rows = torch.empty((len(chosen), blocks[0].shape[1]))
-    start = filled = 0
-    for block in blocks:
-        here = chosen[(chosen >= start) & (chosen < start + len(block))] - start
-        rows[filled : filled + len(here)] = block[here.to(block.device)].cpu()
-        start, filled = start + len(block), filled + len(here)
-    return rows
+    return Rows(blocks)(chosen).float()
 
 
 def checked_queries(queries: Tensor, width: int, k: int) -> Tensor:
@@ -87,3 +81,25 @@ def padded(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Results [m, j] widened to [m, k] by empty slots: score -inf, id -1."""
     missing = max(0, k - scores.shape[1])
     return pad(scores, (0, missing), value=-torch.inf), pad(ids, (0, missing), value=-1)
+
+
+class Rows:
+    """The rows of blocks [n_i, d], found by their ids 0 … n-1."""
+
+    def __init__(self, blocks: Sequence[Tensor]) -> None:
+        self.blocks = blocks
+        self._starts = torch.tensor([0, *map(len, blocks)]).cumsum(0)
+        self.num_rows = int(self._starts[-1])
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Rows [j, d] of ids [j], on the device of the ids."""
+        first = self.blocks[0]
+        places = ids.to(first.device)
+        if len(self.blocks) == 1:
+            return first[places].to(ids.device)
+        owners = torch.searchsorted(self._starts, ids.cpu(), right=True) - 1
+        rows = first.new_empty(len(ids), first.shape[1])
+        for block in owners.unique().tolist():
+            here = (owners == block).to(first.device)
+            rows[here] = self.blocks[block][places[here] - int(self._starts[block])]
+        return rows.to(ids.device)

@@ -109,6 +109,22 @@ def build(family: str, seed: int = 0):
     return model.eval()
 
 
+def whisper():
+    """A tiny Whisper, which reads [windows, 8, 40] as 20 states a window."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = tf.WhisperConfig(vocab_size=50, num_mel_bins=8, max_source_positions=20, **sizes, **heads, **special)
+    return tf.WhisperForConditionalGeneration(config).eval()
+
+
 def set_attention(model, implementation: str) -> None:
     """``model.set_attn_implementation``, which before transformers 5.20 does not reach the stacks of a T5."""
     model.set_attn_implementation(implementation)

@@ -104,7 +104,7 @@ def test_one_attachment_at_a_time(library, model):
     one, two = read(library, model), read(library, model, "other")
     with memstore.attach(model, one) as attached:
         expected = run(model)
-        with pytest.raises(AttachError, match="leave that attachment before"), memstore.attach(model, two):
+        with pytest.raises(AttachError, match="leave that attachment first"), memstore.attach(model, two):
             pass
         with pytest.raises(AttachError, match="in use already"), attached:
             pass

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
+
 import pytest
 
 import memstore
 from memstore import config
 from memstore.auto import choose
-from memstore.errors import IndexNotice, PluginError
+from memstore.errors import ConfigError, IndexNotice, PluginError
 from memstore.indexes import check_backend, open_index, remember
 from tests import kept
 from tests.models import build, read, run
@@ -31,8 +34,11 @@ def chosen(memory, device="cpu", backend=None):
     return choose(config.load(), backend, memory.manifest, memory.store.indexes(memory.name), device)
 
 
-def measure(memory, share, time=1.0):
-    remember(memory, "kept", {"step": 2}, {"kept": share, "cpu_us": time})
+def measure(memory, share, time=1.0, small=9.0, backend="kept"):
+    with warnings.catch_warnings(), memory.open() as opened:
+        warnings.simplefilter("ignore", IndexNotice)  # it may have to be built first
+        index = open_index(opened, backend)
+    remember(memory, index, {"step": 2}, {"kept": share, "reading_us": time, "small_reading_us": small})
 
 
 def test_a_small_memory_is_searched_exactly(memory):
@@ -44,7 +50,7 @@ def test_a_small_memory_is_searched_exactly(memory):
 def test_nothing_that_was_not_measured_is_chosen(memory, large):
     assert chosen(memory).backend == "exact" and "--tune" in chosen(memory).reason
     memory.store.reindex(memory.name, "kept")
-    assert chosen(memory).backend == "exact" and "was measured to keep 99.0%" in chosen(memory).reason
+    assert chosen(memory).backend == "exact" and "was measured to be faster and keep 99.0%" in chosen(memory).reason
 
 
 @pytest.mark.parametrize(
@@ -64,8 +70,24 @@ def test_the_fastest_of_those_is_chosen(memory, large, tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[memstore.backends]\nmore = tests.kept:KeptIndex\n")
     measure(memory, 0.999, time=3.0)
-    remember(memory, "more", {}, {"kept": 0.991, "cpu_us": 2.0})
+    measure(memory, 0.991, time=2.0, backend="more")
     assert chosen(memory).backend == "more" and "fastest" in chosen(memory).reason
+
+
+def test_what_can_no_longer_be_loaded_is_not_chosen(memory, large, tmp_path):
+    memory.store.reindex(memory.name, "kept")
+    measure(memory, 1.0)
+    shutil.rmtree(tmp_path / "plugins" / "kept-1.0.dist-info")
+    assert chosen(memory).backend == "exact" and "kept would keep 99.0%" in chosen(memory).reason
+    with memory.open() as opened:
+        assert open_index(opened).backend == "exact"
+
+
+def test_an_index_that_takes_longer_than_exact_search_is_not_chosen(memory, large):
+    measure(memory, 1.0, time=9.1)
+    assert chosen(memory).backend == "exact" and "faster" in chosen(memory).reason
+    measure(memory, 1.0, time=8.9)
+    assert chosen(memory).backend == "kept"
 
 
 def test_a_gpu_scores_every_key(memory, large):
@@ -105,3 +127,9 @@ def test_a_wrong_choice_is_told_when_attaching(memory, monkeypatch):
     monkeypatch.setenv("MEMSTORE__INDEX__AUTO__SMALL", "exakt")
     with pytest.raises(PluginError, match="Did you mean 'exact'"):
         memstore.attach(build("bart"), memory)
+
+
+def test_a_choice_has_no_options(memory, monkeypatch):
+    monkeypatch.setenv("MEMSTORE__INDEX__OPTIONS__STEP", "2")
+    with pytest.raises(ConfigError, match='STEP: index.options.*"auto" has no options'):
+        config.load()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from memstore import config, registry
 from memstore.config import Config
+from memstore.config.layers import Layer, Origin
+from memstore.config.sources import read
 from memstore.errors import ConfigError, PluginError
 from memstore.interfaces import Options, VectorIndex
-from memstore.layers import Layer, Origin
-from memstore.sources import read
 
 pytestmark = pytest.mark.usefixtures("user_directory")
 DEFAULTS = Layer(Origin("defaults"), read(config.DEFAULTS) or {})
@@ -92,7 +92,7 @@ def test_the_file_of_the_current_directory_is_the_projects(tmp_path: Path, monke
 def test_options_of_one_backend_merge_over_layers(ivf: None) -> None:
     lower = layer("low", index={"backend": "ivf", "options": {"nlist": 16, "nprobe": 2}})
     upper = layer("up", index={"backend": "ivf", "options": {"nprobe": "4"}})
-    assert Config([DEFAULTS, lower, upper]).index().options == IvfOptions(nlist=16, nprobe=4)
+    assert Config([DEFAULTS, lower, upper]).index_plugin()[2] == IvfOptions(nlist=16, nprobe=4)
 
 
 def test_a_change_of_backend_replaces_the_options(ivf: None) -> None:
@@ -102,20 +102,20 @@ def test_a_change_of_backend_replaces_the_options(ivf: None) -> None:
     assert merged.settings.index.options == {"nprobe": 4}
     assert "index.options.m" not in origins(merged)
     emptied = Config([DEFAULTS, lower, layer("env", index={"backend": "ivf"})])
-    assert emptied.index().options == IvfOptions()
+    assert emptied.index_plugin()[2] == IvfOptions()
     assert origins(emptied)["index.options"] == "env"
 
 
 def test_another_backend_than_the_configured_one_gets_its_own_defaults(ivf: None) -> None:
     merged = Config([DEFAULTS, layer("file", index={"backend": "hnsw", "options": {"m": 16}})])
-    assert merged.index("ivf").options == IvfOptions()
-    assert merged.index("ivf", {"nlist": 2}).options == IvfOptions(nlist=2)
+    assert merged.index_plugin("ivf")[2] == IvfOptions()
+    assert merged.index_plugin("ivf", {"nlist": 2})[2] == IvfOptions(nlist=2)
 
 
 def test_given_options_override_the_configured_ones(ivf: None) -> None:
     merged = Config([DEFAULTS, layer("file", index={"backend": "ivf", "options": {"nlist": 16, "nprobe": 2}})])
     for backend in (None, "ivf"):
-        assert merged.index(backend, {"nprobe": "3"}).options == IvfOptions(nlist=16, nprobe=3)
+        assert merged.index_plugin(backend, {"nprobe": "3"})[2] == IvfOptions(nlist=16, nprobe=3)
         assert merged.index_plugin(backend) == ("ivf", Ivf, IvfOptions(nlist=16, nprobe=2))
 
 
@@ -132,7 +132,7 @@ def test_an_error_in_a_given_option_blames_no_file(ivf: None, given: dict[str, A
     configured = {"nlist": 3} if given else {"nlist": "x"}
     merged = Config([DEFAULTS, layer("file", index={"backend": "ivf", "options": configured})])
     with pytest.raises(ConfigError) as caught:
-        merged.index("ivf", given)
+        merged.index_plugin("ivf", given)
     assert str(caught.value).startswith(message)
 
 
@@ -145,13 +145,13 @@ def test_auto_is_a_name_that_a_configuration_may_give() -> None:
 def test_an_unknown_backend_is_blamed_on_the_setting_or_on_the_argument() -> None:
     wrong = Config([DEFAULTS, layer("file", index={"backend": "exakt"}, store={"records": "exact"})])
     with pytest.raises(ConfigError, match=r"^file: index.backend = 'exakt': .* Did you mean 'exact'\?"):
-        wrong.index()
-    with pytest.raises(ConfigError, match=r"^file: store.records = 'exact': .* is no RecordStore.*: lmdb"):
+        wrong.index_plugin()
+    with pytest.raises(ConfigError, match=r"^file: store.records = 'exact': .* is no RecordStore.*: in-memory, lmdb"):
         wrong.records()
     with pytest.raises(PluginError, match=r"^No plugin of memstore.backends is named 'hnsv'.* exact"):
-        wrong.index("hnsv")
+        wrong.index_plugin("hnsv")
     with pytest.raises(PluginError, match=r"^Plugin 'lmdb' .* is no VectorIndex.*Index backends .*: exact"):
-        wrong.index("lmdb")
+        wrong.index_plugin("lmdb")
 
 
 backends = st.sampled_from(["exact", "ivf", "hnsw"])

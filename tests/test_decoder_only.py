@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from inspect import signature
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ import memstore
 from memstore.errors import AttachError, WindowExceededError
 from memstore.reading.chat import chat_frame
 from memstore.reading.passes import find_cache
+from memstore.reading.scouting import Scout
+from memstore.registry import adapter_for
+from memstore_backends.exact import ExactIndex
 from tests import tiny
 from tests.models import DECODERS, build, tokens
 
@@ -96,6 +101,36 @@ def test_everything_of_two_documents_at_once(model, library):
         assert torch.equal(plain_logits(model, prompt), everything)
     with memstore.attach(model, *memories, budget=128):
         assert not torch.equal(plain_logits(model, prompt), everything)
+
+
+class BlindTo(ExactIndex):
+    """Finds nothing for the first query, as an approximate index may that looks into an empty list of keys."""
+
+    def block_maxima(self, queries, size):
+        best = super().block_maxima(queries, size)
+        best[0] = -torch.inf
+        return best
+
+
+def test_a_query_for_which_nothing_is_found_does_not_spoil_the_others():
+    memory: Any = SimpleNamespace(num_tokens=300, manifest=SimpleNamespace(prefix_ids=()))
+    unopened: Any = None
+    adapter = adapter_for(llama := build("llama"))(llama)
+    generator = torch.Generator().manual_seed(0)
+    keys = [torch.randn(300, 8, generator=generator) for _ in range(2)]
+    query, positions = torch.randn(1, 6, 5, 8, generator=generator), torch.arange(5)[None]
+
+    def scores(kind, asks):
+        indexes = {f"keys.0.{g}": kind() for g in range(2)}
+        for index, of_head in zip(indexes.values(), keys, strict=True):
+            index.build([of_head])
+        return Scout(adapter, [memory], [indexes], unopened, asks).score(0, query, positions, 1.0)
+
+    asks = torch.ones(1, 5, dtype=torch.bool)
+    seen = scores(BlindTo, asks)
+    assert seen.isfinite().all() and (seen > 0).all()
+    asks[:, 0] = False  # the blind query is one of the first token's
+    assert torch.equal(scores(BlindTo, asks), scores(ExactIndex, asks))
 
 
 def test_scouted_generation_reads_its_budget_and_says_so(model, library):

@@ -19,14 +19,14 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from memstore import config, registry
 from memstore.cli import app
-from tests import tiny
+from tests import nested, tiny
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TREES = ("adapters/", "backends/", "bench/", "docs/", "memstore/", "tests/")
+TREES = ("adapters/", "backends/", "bench/", "docs/", "examples/", "memstore/", "tests/")
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str]]:
@@ -91,6 +91,15 @@ def test_python_examples_run(
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for line, code in blocks(document, "python"):
         exec(compile("\n" * line + code, str(document), "exec"), namespace)
+
+
+def test_the_contract_kits_pass_as_contributing_says(tmp_path: Path) -> None:
+    code = [code for _, code in blocks(ROOT / "CONTRIBUTING.md", "python")]
+    (tmp_path / "test_contributing.py").write_text("\n".join(code))
+    recorder = nested.Recorder()
+    arguments = ["--import-mode=prepend", f"--rootdir={tmp_path}", "-k", "not another_process"]  # which takes seconds
+    assert recorder.run(tmp_path / "test_contributing.py", *arguments) == 0
+    assert {nested.class_of(report) for report in recorder.reports} == {"TestChunkedIndex", "TestT5"}
 
 
 @every_document

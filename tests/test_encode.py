@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import normalizers
-from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from memstore.errors import ConfigError, DamagedMemoryError, DocumentError, EncodingError, MemoryExistsError
 from memstore.reading.passes import find_cache
 from memstore.windows import plan
 from tests import tiny
-from tests.models import clone, tokens
+from tests.models import clone, tokens, whisper
 
 LINE = "In the beginning was the Word, and the Word was with God.\n"
 
@@ -36,21 +36,6 @@ def llama():
 @pytest.fixture(scope="module")
 def tokenizer():
     return tiny.tokenizer()
-
-
-def whisper():
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-    }
-    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = WhisperConfig(vocab_size=50, num_mel_bins=8, max_source_positions=20, **sizes, **heads, **special)
-    return WhisperForConditionalGeneration(config).eval()
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 96, 1000])

@@ -262,13 +262,13 @@ def test_the_tokenizer_hash_survives_saving(tmp_path):
 
 
 def test_weights_are_hashed_once_for_each_model(library, monkeypatch):
-    hashed, compute = [], fingerprint._tensors_hash
+    hashed, compute = [], fingerprint.tensors_hash
 
     def counting(tensors):
         hashed.append(len(tensors))
         return compute(tensors)
 
-    monkeypatch.setattr(fingerprint, "_tensors_hash", counting)
+    monkeypatch.setattr(fingerprint, "tensors_hash", counting)
     model = build("bart")
     memories = [library.encode(model, input_ids=tokens(20, seed=i), name=str(i)) for i in range(3)]
     for _ in range(3):

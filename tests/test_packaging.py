@@ -65,7 +65,7 @@ def test_the_wheel_works_where_the_repository_is_not(wheel: zipfile.ZipFile, tmp
         text=True,
         check=True,
     )
-    assert done.stdout.split() == [str(tmp_path / "memstore" / "config.py"), "exact"]
+    assert done.stdout.split() == [str(tmp_path / "memstore" / "config" / "__init__.py"), "exact"]
 
 
 @pytest.mark.parametrize("file", ["constraints.txt", "constraints-oldest.txt"])

@@ -127,4 +127,4 @@ def _maxima(scores: Tensor, skip: int, size: int) -> Tensor:
     """[m, n] -> [m, blocks]: the best of each block of ``size``; the first lacks ``skip`` scores, the last may too."""
     missing = (skip, -(skip + scores.shape[1]) % size)
     scores = torch.nn.functional.pad(scores, missing, value=-torch.inf) if any(missing) else scores
-    return scores.view(len(scores), -1, size).amax(-1)
+    return scores.view(len(scores), scores.shape[1] // size, size).amax(-1)

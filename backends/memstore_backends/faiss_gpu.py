@@ -43,9 +43,14 @@ def find_gpu(device: str) -> int:
 
 
 def brought_to(device: str, index: Any) -> Any:
-    """A filled index of the CPU on this device. Raises IndexBuildError if there is none such."""
+    """A filled index of the CPU on this device. Raises IndexBuildError if it is not there, or full."""
     number = find_gpu(device)
-    return index if number < 0 else faiss.index_cpu_to_gpu(_resources(), number, widened(index))
+    if number < 0:
+        return index
+    try:
+        return faiss.index_cpu_to_gpu(_resources(), number, widened(index))
+    except RuntimeError as error:  # most often its memory
+        raise IndexBuildError(f"The index cannot be brought to device={device!r}: {error}. Use 'cpu'.") from error
 
 
 def brought_back(device: str, index: Any) -> Any:

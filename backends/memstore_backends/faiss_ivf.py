@@ -21,7 +21,10 @@ ROUNDS = 10  # of k-means
 
 
 class FaissIvfOptions(DeviceOptions):
-    """``nlist``: how many lists, None for about 4 sqrt(n). ``nprobe``: how many of them a query reads."""
+    """``nlist``: how many lists, None for about 4 sqrt(n). ``nprobe``: how many of them a query reads.
+
+    ``seed`` decides what is learned.
+    """
 
     nlist: int | None = Field(None, gt=0)
     nprobe: int = Field(128, gt=0)

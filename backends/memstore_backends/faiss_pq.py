@@ -18,11 +18,11 @@ from memstore_backends.faiss_keys import check_sizes, flat_index
 TRAINABLE = 1024  # keys; of fewer nothing is learned, and all are scored exactly
 TRAINING = 16384  # keys that k-means sees
 FEWEST = 256  # keys scored again, however few are asked for: codes of few numbers have many ties
-HALF_RANGE = (2**-7, 65504)  # where the largest number must lie for a float16 to hold what matters
+HALF_RANGE = (2**-12, 65504)  # where the largest number must lie for its float16 to be wrong by 1 in 4,096 at most
 
 
 class FaissPqOptions(Options):
-    """``k_factor``: how many times k keys are scored again."""
+    """``k_factor``: how many times k keys are scored again. ``seed``: decides what is learned."""
 
     k_factor: int = Field(8, gt=0)
     seed: int = Field(0, ge=0, lt=2**31)

@@ -37,8 +37,8 @@ class HnswOptions(Options):
 class HnswIndex(SavedIndex):
     """Keys are linked by distance, and a query walks from key to key of ever higher inner product; all in float32.
 
-    Linked by inner product, nearly all keys would have the same few long ones for neighbours, and the others were not
-    found. So keys get one more number, which queries have not, and which makes them all equally long.
+    Linked by inner product, nearly all keys would have the same few long ones for neighbours, and most could not be
+    reached. So a key gets one more number, which makes all equally long, and which is 0 in a query.
 
     With one thread the graph depends on keys, options and seed alone. torch's further threads speed building up, and
     link keys in an order that no seed decides.

@@ -14,6 +14,7 @@ program cuts short while it is mapped still raises SIGBUS, as for every mapped f
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -27,7 +28,14 @@ from typing import Any
 import filelock
 import lmdb
 
-from memstore.errors import DamagedMemoryError, StoreBusyError, StoreError, StoreInUseError, StoreNotFoundError
+from memstore.errors import (
+    DamagedMemoryError,
+    ReadOnlyStoreError,
+    StoreBusyError,
+    StoreError,
+    StoreInUseError,
+    StoreNotFoundError,
+)
 from memstore.interfaces import Buffer, Lock, Mode, Options, RecordReader, RecordStore, RecordWriter
 from memstore_backends.lmdb_catalog import Catalog, translated
 from memstore_backends.lmdb_pages import Layout, PageError, scan
@@ -68,10 +76,10 @@ class LmdbRecords(RecordStore):
         deletes: Iterable[bytes] = (),
         expect: Mapping[bytes, bytes | None] | None = None,
     ) -> bool:
-        return self._opened().commit(puts, deletes, expect or {})
+        return self._writable().commit(puts, deletes, expect or {})
 
     def writer(self, memory_id: str, capacity: int) -> RecordWriter:
-        self._opened()
+        self._writable()
         writer = _Writer(self._memories / memory_id, capacity)
         self._users.add(writer)
         return writer
@@ -83,13 +91,15 @@ class LmdbRecords(RecordStore):
         return reader
 
     def delete(self, memory_id: str) -> None:
+        self._writable()
         folder = self._memories / memory_id
         with translated(folder):
-            if folder.exists():
+            while folder.exists():
                 try:
                     shutil.rmtree(folder)
-                except FileNotFoundError:  # another process is removing it too
-                    shutil.rmtree(folder, ignore_errors=True)
+                except OSError as error:  # another process is removing it too, or writes an index into it
+                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                        raise
 
     def folder(self, memory_id: str) -> Path | None:
         folder = self._memories / memory_id
@@ -114,6 +124,11 @@ class LmdbRecords(RecordStore):
         if self._catalog is None:
             raise StoreError(f"The store {self.path} has been closed. Open it again with memstore.open().")
         return self._catalog
+
+    def _writable(self) -> Catalog:
+        if self.mode == "r":
+            raise ReadOnlyStoreError(f'The store {self.path} was opened with mode="r". Open it with mode="a".')
+        return self._opened()
 
 
 class FileLock(Lock):

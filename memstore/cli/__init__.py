@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memstore.cli import config, demo, generate, index, library, plugins, reindex
+from memstore.cli import check, config, demo, generate, index, library, plugins, reindex
 from memstore.cli.common import reporting
 from memstore.config import command_line
 
@@ -42,6 +42,7 @@ app.command("show")(reporting(library.show))
 app.command("remove")(reporting(library.remove))
 app.command("verify")(reporting(library.verify))
 app.command("reindex")(reporting(reindex.reindex))
+app.command("check")(reporting(check.check))
 app.command("generate")(reporting(generate.generate))
 app.command("plugins")(reporting(plugins.plugins))
 app.command("demo")(reporting(demo.demo))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
@@ -13,8 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 import memstore
-from memstore import config
-from memstore.errors import MemstoreError
+from memstore import config, registry
+from memstore.errors import ConfigError, IndexNotice, MemstoreError
+from memstore.interfaces import RecordStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +53,10 @@ def reporting(function: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            function(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("always", IndexNotice)
+                warnings.showwarning = _show_warning
+                function(*args, **kwargs)
         except MemstoreError as error:
             complain(str(error))
             if kwargs["as_json"]:
@@ -59,6 +64,13 @@ def reporting(function: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(1) from error
 
     return run
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    if issubclass(category, IndexNotice):
+        err.print(Text.assemble(("Note: ", "bold"), str(message)), soft_wrap=True)
+    else:
+        err.print(warnings.formatwarning(message, category, *place[:2]), soft_wrap=True, end="")
 
 
 def complain(message: str) -> None:
@@ -72,8 +84,15 @@ def write_json(document: Any) -> None:
 
 
 def open_store(path: Path | None, mode: Mode) -> MemoryStore:
-    """The store at ``path``, or the configured one."""
-    return memstore.open(path or config.load().settings.store.path, mode)
+    """The store at ``path``, or the configured one. Raises ConfigError if nothing of it would outlast the command."""
+    configured = config.load()
+    records = configured.records()
+    if not registry.load(registry.BACKENDS, records, RecordStore).persistent:
+        raise ConfigError(
+            f"store.records = {records!r} keeps nothing once a command has ended. Name a record backend that does; "
+            "`memstore config show --origin` tells where this one was named."
+        )
+    return memstore.open(path or configured.settings.store.path, mode, records=records)
 
 
 def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import date, time
-from math import isfinite
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import tomlkit
 import typer
+from tomlkit.container import Container
+from tomlkit.items import Item, Table
 
 from memstore import config
 from memstore.cli.common import JsonOption, StoreOption, write_json
-from memstore.toml import comment, dotted, dumps
+from memstore.config.layers import KeyPath, dotted
 
 
 def show(
@@ -28,20 +31,39 @@ def show(
     if as_json:
         origins = {dotted(path): str(leaf.origin) for path, leaf in loaded.leaves.items()}
         origins |= {} if chosen is None else {"profile": str(chosen.origin)}
-        document = {"profile": chosen and chosen.value, "configuration": _plain(settings)}
+        plain = json.loads(json.dumps(settings, default=str), parse_constant=str)  # JSON has no dates and no infinity
+        document = {"profile": chosen and chosen.value, "configuration": plain}
         write_json(document | ({"origins": origins} if origin else {}))
         return
+    shown = tomlkit.document()
     if chosen is not None:
-        typer.echo(comment(f"profile {chosen.value}{f', chosen by {chosen.origin}' if origin else ''}") + "\n")
-    notes = {path: str(leaf.origin) for path, leaf in loaded.leaves.items()}
-    typer.echo(dumps(settings, notes if origin else {}), nl=False)
+        by = f", chosen by {chosen.origin}" if origin else ""
+        shown.add(tomlkit.comment(_one_line(f"profile {chosen.value}{by}")))
+        shown.add(tomlkit.nl())
+    notes = {path: _one_line(str(leaf.origin)) for path, leaf in loaded.leaves.items()} if origin else {}
+    _fill(shown, settings, notes, ())
+    text = tomlkit.dumps(shown).encode("utf-8", "replace").decode()  # TOML has no text for bytes that are none
+    typer.echo(text, nl=False)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    unknown = isinstance(value, Path | date | time) or (isinstance(value, float) and not isfinite(value))
-    return str(value) if unknown else value
+def _fill(table: Container | Table, settings: Mapping[str, Any], notes: Mapping[KeyPath, str], path: KeyPath) -> None:
+    """Add the settings, of which each has the note of its path behind it."""
+    for key, value in settings.items():
+        here = (*path, key)
+        item: Item
+        if isinstance(value, dict):
+            item = tomlkit.table()
+            _fill(item, value, notes, here)
+        elif isinstance(value, list):
+            item = tomlkit.array()  # also of tables, which could have no note as [[tables]]
+            item.extend(value)
+        else:
+            item = tomlkit.item(str(value) if isinstance(value, Path) else value)
+        if here in notes:
+            item.comment(notes[here])
+        table.add(key, item)
+
+
+def _one_line(text: str) -> str:
+    """The text, in quotes if it has characters that a comment must not have."""
+    return text if text.isprintable() else repr(text)

@@ -43,7 +43,7 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
     """Show what is known of a memory."""
     with open_store(store, "r") as opened:
         memory = opened[name]
-        manifest = memory.manifest
+        manifest, indexes = memory.manifest, opened.indexes(name)
         facts = _facts(memory) | {
             "adapter": manifest.adapter,
             "window": manifest.rule.window,
@@ -54,13 +54,13 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
             "document_digest": manifest.document_digest,
             "metadata": memory.metadata,
             "fingerprint": memory.fingerprint,
-            "indexes": [_index_facts(record) for record in opened.indexes(name)],
-            "searched_by": choose(config.load(), None, manifest, opened.indexes(name))._asdict(),
+            "indexes": [_index_facts(record) for record in indexes],
+            "searched_by": choose(config.load(), None, manifest, indexes)._asdict(),
         }
     if as_json:
         write_json(facts)
         return
-    fingerprint, parts, indexes = facts.pop("fingerprint"), facts.pop("parts"), facts.pop("indexes")
+    fingerprint, parts, kept = facts.pop("fingerprint"), facts.pop("parts"), facts.pop("indexes")
     searched = facts.pop("searched_by")
     facts["nbytes"] = f"{facts['nbytes']:,} ({size(facts['nbytes'])})"
     facts["parts"] = _parts_in_words(parts)
@@ -72,7 +72,7 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
     for key, value in fingerprint.items():
         table.add_row(f"fingerprint: {key}", str(value))
     table.add_row("searched by", f"{searched['backend']}: {searched['reason']}")
-    for index in indexes:
+    for index in kept:
         table.add_row(f"index: {index['backend']}", _index_in_words(index))
     out.print(table)
 
@@ -144,6 +144,8 @@ def _index_facts(record: IndexRecord) -> dict[str, Any]:
 def _index_in_words(index: dict[str, Any]) -> str:
     words = [size(index["nbytes"]), f"built in {index['seconds']:.1f} s"]
     words += [f"{key} {value}" for key, value in (index["options"] | index["tuned"]).items() if value is not None]
+    if index["quality"]:
+        words.append(f"keeps {index['quality']['kept']:.2%} of the attention mass at k = {index['quality']['k']}")
     return ", ".join(words)
 
 

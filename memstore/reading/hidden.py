@@ -31,6 +31,7 @@ from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import readings
 from memstore.reading.passes import checked_layers, device_of, empty_cache, find_cache, finish
+from memstore.vectors import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ class Shelf:
     def __init__(self, memories: Sequence[Memory], blocks: Sequence[list[Tensor]], indexes: Sequence[VectorIndex]):
         self.memories, self.indexes = memories, indexes
         self.blocks = [block for each in blocks for block in each]
-        self.starts = torch.tensor([0, *(len(block) for block in self.blocks)]).cumsum(0)
+        self.gather = Rows(self.blocks)  # rows [j, d] of ids [j]
         self.offsets = [0]
         for memory in memories:
             self.offsets.append(self.offsets[-1] + memory.num_tokens)
@@ -71,17 +72,6 @@ class Shelf:
             [torch.where(ids < 0, ids, ids + offset) for (_, ids), offset in zip(found, self.offsets, strict=False)], 1
         )
         return ids if len(found) == 1 else ids.gather(1, scores.topk(min(k, scores.shape[1])).indices)
-
-    def gather(self, ids: Tensor) -> Tensor:
-        """Rows [j, d] of ids [j]."""
-        if len(self.blocks) == 1:
-            return self.blocks[0][ids]
-        place = torch.searchsorted(self.starts, ids.cpu(), right=True) - 1
-        rows = self.blocks[0].new_empty(len(ids), self.blocks[0].shape[1])
-        for block in place.unique().tolist():
-            here = (place == block).to(ids.device)
-            rows[here] = self.blocks[block][ids[here] - int(self.starts[block])]
-        return rows
 
 
 class HiddenAttachment(Attachment):

@@ -119,10 +119,7 @@ class KvAttachment(Attachment):
                 continue
             for memory in row:
                 if id(memory) not in self._indexes:
-                    self._indexes[id(memory)] = self._open(memory)
-
-    def _open(self, memory: Memory) -> dict[str, VectorIndex]:
-        return open_index(self.open_memory(memory), self.index, device=str(device_of(self.model))).indexes
+                    self._indexes[id(memory)] = open_index(self.open_memory(memory), self.index).indexes
 
     def _release(self) -> None:
         self._whole.clear()

@@ -53,7 +53,7 @@ class Scout:
         query: [b, H, T, c], rotated to positions [b, T]. A block's score is its share of a softmax over the sink and
         all blocks, each standing for its best key; the maximum over heads and asking tokens.
         """
-        far = self._turned(query, positions)
+        far = turned(self.adapter, query, positions)
         owner, length = sink_of(self.memories)
         sink: Tensor | None = None  # keys [G, c, length] of where a head looks that finds nothing
         if length:
@@ -74,15 +74,9 @@ class Scout:
         assert self.total is not None
         return self.total / self.layers
 
-    def _turned(self, query: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.adapter.rotary(query, positions)
-        plain = unrotate(query, cos, sin)
-        distance = min(DISTANCE, self.adapter.native_window // 2)
-        cos, sin = self.adapter.rotary(plain, torch.full_like(positions, distance))
-        return rotate(plain, cos, sin)
-
     def _shares(self, layer: int, query: Tensor, sink: Tensor | None, scaling: float) -> Tensor:
-        """Shares of blocks [b, H, t, blocks] for query [b, H, t, c]; a block that the index does not find has none."""
+        """Shares of blocks [b, H, t, blocks] for query [b, H, t, c]; a block that the index does not find has none, and
+        where it finds none at all, none has."""
         b, h, t, c = query.shape
         groups = self.adapter.num_kv_heads
         folded = query.float().view(b, groups, -1, t, c).transpose(0, 1).reshape(groups, -1, c)
@@ -95,5 +89,14 @@ class Scout:
         blocks = best.shape[-1]
         if sink is not None:
             best = torch.cat((best, (folded @ sink).amax(-1, keepdim=True)), dim=-1)
-        shares = (best * scaling).softmax(-1)[..., :blocks]
+        shares = (best * scaling).softmax(-1)[..., :blocks].masked_fill(best[..., :blocks] == -torch.inf, 0)
         return shares.view(groups, b, -1, t, blocks).transpose(0, 1).reshape(b, h, t, blocks)
+
+
+def turned(adapter: DecoderOnlyAdapter, query: Tensor, positions: Tensor) -> Tensor:
+    """The query [b, H, T, c], rotated to positions [b, T], as it asks keys that are not rotated: float32."""
+    cos, sin = adapter.rotary(query, positions)
+    plain = unrotate(query, cos, sin)
+    distance = min(DISTANCE, adapter.native_window // 2)
+    cos, sin = adapter.rotary(plain, torch.full_like(positions, distance))
+    return rotate(plain, cos, sin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,9 @@ import torch
 from pydantic import ValidationError
 
 from memstore.errors import IndexBuildError
+from memstore.testing.processes import in_another_process
 from memstore_backends.hnsw import HnswIndex
-from tests.backends.making import built, digest, exact_ids, in_new_process, mismatched, recall
+from tests.backends.making import built, digest_of_a_build, exact_ids, mismatched, recall
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -94,16 +94,6 @@ def test_keys_that_are_alike_fill_every_slot():
         assert scores.isfinite().all()
 
 
-def test_the_keys_of_one_head_are_indexed_where_they_lie():
-    rows = mismatched(3000)[0].view(1000, 3, 32).half()
-    before = rows.clone()
-    index = built(HnswIndex, [block[:, 1] for block in rows.split(300)])
-    copied, queries = built(HnswIndex, [rows[:, 1].contiguous()]), mismatched(1)[1]
-    for mine, theirs in zip(index.search(queries, 20), copied.search(queries, 20), strict=True):
-        assert torch.equal(mine, theirs)
-    assert torch.equal(rows, before)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_keys_that_are_not_finite_are_refused(value):
     keys = torch.randn(300, 8)
@@ -118,29 +108,10 @@ def test_wrong_options_are_refused(options):
         HnswIndex.Options(**options)
 
 
-ELSEWHERE = """
-import hashlib, sys
-from pathlib import Path
-from memstore_backends.hnsw import HnswIndex
-from tests.backends.making import built, digest, mismatched
-folder = Path(sys.argv[1])
-keys, queries = mismatched(2000)
-index = HnswIndex(HnswIndex.Options(ef_search=100))
-index.load(folder / "saved")
-found = b"".join(part.numpy().tobytes() for part in index.search(queries, 70))
-built(HnswIndex, keys.split(700), ef_search=100).save(folder / "again")
-print(hashlib.sha256(found).hexdigest(), index.num_keys, index.width, digest(folder / "again"))
-"""
-
-
-def test_another_process_loads_the_same_and_with_one_thread_builds_the_same(tmp_path):
+def test_with_one_thread_another_process_builds_the_same(tmp_path):
     assert torch.get_num_threads() == 1
-    keys, queries = mismatched(2000)
-    index = built(HnswIndex, [keys], ef_search=100)
-    index.save(tmp_path / "saved")
-    found = b"".join(part.numpy().tobytes() for part in index.search(queries, 70))
-    expected = [hashlib.sha256(found).hexdigest(), "2000", "32", digest(tmp_path / "saved")]
-    assert in_new_process(ELSEWHERE, str(tmp_path)) == expected
+    here = digest_of_a_build(HnswIndex, torch.float32, tmp_path / "here")
+    assert here == in_another_process(digest_of_a_build, HnswIndex, torch.float32, tmp_path / "there")
 
 
 def test_what_cannot_be_written_or_read_is_an_error_of_the_system(tmp_path):

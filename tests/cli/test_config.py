@@ -6,10 +6,15 @@ import json
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomlkit
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from tests.cli.conftest import Run
+from tests.tables import tables
 
 pytestmark = pytest.mark.usefixtures("user_directory")
 
@@ -26,6 +31,9 @@ options = {nprobe = 8, limit = inf, day = 2020-01-02, sizes = [{"a b" = 1}]}
 [profiles.plain.store]
 path = "plain"
 """
+
+
+ODD = "\x7f\x00\r\n\t\"\\' é🙂\u2028[b] #.="
 
 
 @pytest.fixture
@@ -47,22 +55,22 @@ def test_show_names_the_origin_of_every_value(run: Run, file: Path, monkeypatch:
 # profile gpu, chosen by {file}
 
 [store]
-path = "li [b]brary"  # {file}
-records = "lmdb"  # defaults
+path = "li [b]brary" # {file}
+records = "lmdb" # defaults
 
 [index]
-backend = "faiss-nowhere"  # {file} [profiles.gpu]
+backend = "faiss-nowhere" # {file} [profiles.gpu]
 
 [index.options]
-nprobe = 8  # {file} [profiles.gpu]
-limit = inf  # {file} [profiles.gpu]
-day = 2020-01-02  # {file} [profiles.gpu]
-sizes = [{{ "a b" = 1 }}]  # {file} [profiles.gpu]
+nprobe = 8 # {file} [profiles.gpu]
+limit = inf # {file} [profiles.gpu]
+day = 2020-01-02 # {file} [profiles.gpu]
+sizes = [{{"a b" = 1}}] # {file} [profiles.gpu]
 
 [index.auto]
-exact_tokens = 200000  # defaults
-target_mass = 0.95  # MEMSTORE__INDEX__AUTO__TARGET_MASS
-small = "exact"  # defaults
+exact_tokens = 200000 # defaults
+target_mass = 0.95 # MEMSTORE__INDEX__AUTO__TARGET_MASS
+small = "exact" # defaults
 """
     )
 
@@ -74,6 +82,27 @@ def test_what_is_shown_is_a_complete_configuration(run: Run, file: Path) -> None
     assert run("config", "show").stdout == shown.removeprefix("# profile gpu\n\n")
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@given(tables, st.text(max_size=5))
+@example({"a": [{"a": {}}]}, "")
+@example({ODD: {ODD: [ODD, {ODD: {ODD: ODD}}]}, "": {"": {}}}, ODD)
+def test_whatever_is_configured_is_shown_as_it_is(run: Run, file: Path, options: dict[str, Any], profile: str) -> None:
+    """The comments name the profile, whatever characters it has."""
+    table = {"profile": profile, "profiles": {profile: {"index": {"options": options}}}}
+    file.write_bytes(tomlkit.dumps(table).encode())
+    shown = tomllib.loads(run("config", "show", "--origin").stdout)
+    assert shown["index"].pop("options") == options
+    assert shown == {
+        "store": {"path": "library", "records": "lmdb"},
+        "index": {"backend": "exact", "auto": {"exact_tokens": 200_000, "target_mass": 0.99, "small": "exact"}},
+    }
+
+
+def test_a_path_that_is_no_text_is_shown_all_the_same(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSTORE__STORE__PATH", "a\udcff")
+    assert tomllib.loads(run("config", "show", "--origin").stdout)["store"]["path"] == "a?"
+
+
 def test_show_json(run: Run, file: Path) -> None:
     document = json.loads(run("config", "show", "--json").stdout)
     assert document == {
@@ -82,7 +111,7 @@ def test_show_json(run: Run, file: Path) -> None:
             "store": {"path": "li [b]brary", "records": "lmdb"},
             "index": {
                 "backend": "faiss-nowhere",
-                "options": {"nprobe": 8, "limit": "inf", "day": "2020-01-02", "sizes": [{"a b": 1}]},
+                "options": {"nprobe": 8, "limit": "Infinity", "day": "2020-01-02", "sizes": [{"a b": 1}]},
                 "auto": {"exact_tokens": 200000, "target_mass": 0.99, "small": "exact"},
             },
         },
@@ -97,16 +126,16 @@ def test_show_json(run: Run, file: Path) -> None:
 
 def test_an_empty_table_has_an_origin_too(run: Run, file: Path) -> None:
     shown = run("--profile", "plain", "config", "show", "--origin").stdout
-    assert "\n[index.options]  # defaults\n" in shown
+    assert "\n[index.options] # defaults\n" in shown
     assert shown.startswith("# profile plain, chosen by command line\n")
-    assert f'path = "plain"  # {file} [profiles.plain]\n' in shown
+    assert f'path = "plain" # {file} [profiles.plain]\n' in shown
     assert "MEMSTORE__PROFILE" not in os.environ
     assert run("config", "show").stdout.startswith("# profile gpu\n")
 
 
 def test_the_store_of_the_command_line_lies_above_all(run: Run, file: Path) -> None:
     shown = run("--profile", "plain", "config", "show", "--origin", "--store", "other").stdout
-    assert 'path = "other"  # command line\n' in shown
+    assert 'path = "other" # command line\n' in shown
 
 
 @pytest.mark.parametrize("arguments", [["config", "show"], ["list"]])
@@ -137,7 +166,7 @@ def test_names_and_paths_of_several_lines_are_quoted(run: Run, tmp_path: Path, m
     monkeypatch.chdir(folder)
     shown = run("config", "show", "--origin").stdout
     assert tomllib.loads(shown)["store"]["path"] == "a"
-    assert shown.startswith('# "profile x\\ny, chosen by ')
+    assert shown.startswith("# 'profile x\\ny, chosen by ")
 
 
 def test_a_broken_file_is_one_message(run: Run, file: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import memstore
-from tests import tiny
+from tests import kept, tiny
 from tests.cli.conftest import Run
 
 
@@ -93,3 +93,16 @@ def test_another_model_is_refused(run: Run, library: Path, tmp_path: Path) -> No
 )
 def test_wrong_usage_ends_with_2(run: Run, arguments: list[str]) -> None:
     assert run("generate", *arguments).exit_code == 2
+
+
+def test_an_index_that_had_to_be_built_is_told_in_words(
+    run: Run, library: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.install(tmp_path / "plugins", monkeypatch)
+    monkeypatch.setenv("MEMSTORE__INDEX__BACKEND", "kept")
+    arguments = ("--model", model, "--store", library, "--memory", "genesis", "Who?", "--max-new-tokens", 1)
+    first = run("generate", *arguments, "--json")
+    assert json.loads(first.stdout)["memories"] == ["genesis"]
+    assert first.stderr.startswith("Note: The index 'kept' of memory 'genesis' was built in ")
+    assert run("reindex", "genesis", "--store", library).exit_code == 0
+    assert run("generate", *arguments).stderr == ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import memstore
+from memstore.cli import common
 from tests import kept
 from tests.cli.conftest import GENESIS, Run
 from tests.conftest import Distribution
@@ -91,7 +92,8 @@ def test_verify_finds_damage(run: Run, library: Path) -> None:
     assert [memory["ok"] for memory in json.loads(result.stdout)["memories"]] == [False, True]
 
 
-def test_plugins(run: Run) -> None:
+def test_plugins(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.out, "_width", 200)  # a narrow table folds the names of third parties
     lines = [line.split() for line in run("plugins").stdout.splitlines()]
     assert lines[0] == ["name", "kind", "distribution", "version", "available"]
     assert ["llama", "adapter", "memstore-attention", memstore.__version__, "yes"] in lines
@@ -109,7 +111,10 @@ def test_plugins(run: Run) -> None:
     }
 
 
-def test_plugins_names_what_to_install_for_one_that_cannot_be_used(run: Run, distribution: Distribution) -> None:
+def test_plugins_names_what_to_install_for_one_that_cannot_be_used(
+    run: Run, distribution: Distribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common.out, "_width", 200)  # a narrow table folds the names of third parties
     plugins = {"odd": "third_odd:Odd [odd]", "gone": "third_gone:Odd", "odder": "third_odder:Odd"}
     modules = {"third_odd": "import nowhere_at_all", "third_odder": "no Python"}
     distribution("third", "memstore.backends", plugins, modules)
@@ -170,3 +175,13 @@ def test_a_wrong_reindex(
 def test_reindexing_creates_no_store(run: Run, tmp_path: Path) -> None:
     assert run("reindex", "genesis", "--store", tmp_path / "nowhere").exit_code == 1
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("command", [("list",), ("verify",), ("remove", "esther")], ids=" ".join)
+def test_a_store_that_ends_with_the_command_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MEMSTORE__STORE__RECORDS", "in-memory")
+    result = run(*command, "--store", tmp_path / "store")
+    assert result.exit_code == 1
+    assert "store.records = 'in-memory' keeps nothing once a command has ended" in result.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore import store
+import memstore
 from memstore.errors import DamagedMemoryError, FormatError, MemoryNotFoundError, StoreError
 from memstore.store import MemoryStore
 from tests.store import making
@@ -22,7 +22,7 @@ DAMAGE_A_MEMORY = """
 import random, sys
 from collections import Counter
 from pathlib import Path
-from memstore import store
+import memstore
 from memstore.errors import DamagedMemoryError
 from memstore.memory import CHECKSUM
 from tests.store import making
@@ -50,7 +50,7 @@ for case in range(cases):
     else:
         damaged += bytes(chance.randrange(1, 9000))
     data.write_bytes(damaged)
-    with store.open(path, "r") as library:
+    with memstore.open(path, "r") as library:
         try:
             making.check(library["esther"], "open")
             seen[kind, "equal"] += 1
@@ -59,7 +59,7 @@ for case in range(cases):
             assert "encode the document again" in str(error) or "encode its document again" in str(error), error
             seen[kind, "noticed"] += 1
 data.write_bytes(whole)
-with store.open(path, "r") as library:
+with memstore.open(path, "r") as library:
     making.check(library["esther"], "open")
 print(dict(seen))
 assert all(seen[kind, "noticed"] for kind in ("flip", "header", "page", "swap", "cut", "extend"))
@@ -69,7 +69,7 @@ DAMAGE_THE_CATALOG = """
 import random, shutil, sys
 from collections import Counter
 from pathlib import Path
-from memstore import store
+import memstore
 from memstore.errors import DamagedMemoryError, FormatError, StoreError
 from tests.store import making
 
@@ -96,7 +96,7 @@ for case in range(cases):
         damaged = bytearray(chance.choice((0, len(whole))))
     data.write_bytes(damaged)
     try:
-        with store.open(path, chance.choice("ar")) as library:
+        with memstore.open(path, chance.choice("ar")) as library:
             names = library.names()
             assert names == ["esther", "ruth"], names
             for name in names:
@@ -108,7 +108,7 @@ for case in range(cases):
     assert sorted(path.glob("memories/*")) == folders
     (path / "catalog" / "lock.mdb").unlink(missing_ok=True)
 data.write_bytes(whole)
-with store.open(path) as library:
+with memstore.open(path) as library:
     for name in library:
         making.check(library[name], "open")
 print(dict(seen))
@@ -175,7 +175,7 @@ def test_lazy_verification_notices_a_damaged_value_when_it_is_touched(library: M
 def test_a_copy_of_a_store_is_verified_anew(library: MemoryStore, tmp_path: Path) -> None:
     making.check(making.write(library))
     shutil.copytree(library.path, tmp_path / "copy")
-    with store.open(tmp_path / "copy") as copy:
+    with memstore.open(tmp_path / "copy") as copy:
         damage_a_value(copy)
         with pytest.raises(DamagedMemoryError):
             making.check(copy["esther"])
@@ -200,7 +200,7 @@ def test_a_damaged_manifest_costs_only_its_memory(library: MemoryStore) -> None:
     position = -1
     while (position := whole.find(b"esther", position + 1)) != -1:  # freed pages may hold older copies
         flip(catalog, position)
-    with store.open(library.path) as again:
+    with memstore.open(library.path) as again:
         making.check(again["ruth"], "open")
         with pytest.raises(DamagedMemoryError, match="catalog record"):
             again["esther"]
@@ -219,7 +219,7 @@ def test_a_lost_catalog_does_not_cost_the_memories(library: MemoryStore) -> None
     library.close()
     (library.path / "catalog" / "data.mdb").unlink()
     with pytest.raises(FormatError, match="Restore"):
-        store.open(library.path)
+        memstore.open(library.path)
     assert list(library.path.glob("memories/*")) == folders
 
 

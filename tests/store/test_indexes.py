@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from memstore.errors import (
     MemoryNotFoundError,
     PluginError,
     ReadOnlyStoreError,
+    StoreBusyError,
     StoreError,
     StoreFullError,
 )
@@ -61,6 +63,11 @@ def found(memory):
     with memory.open() as opened:
         index = open_index(opened, "kept")
         return {name: each.search(torch.ones(2, each.width), 5) for name, each in index.indexes.items()}
+
+
+def tune(memory, tuned, quality):
+    with memory.open() as opened:
+        remember(memory, open_index(opened, "kept"), tuned, quality)
 
 
 def expect_built(memory, reason):
@@ -111,6 +118,20 @@ def test_reindex_builds_ahead_and_replaces(memory, recwarn):
     kept.built.clear()
     found(memory)
     assert kept.built == [] and not recwarn  # the options it was built with hold, as nothing else is configured
+
+
+def test_reindex_holds_one_index_at_a_time(memory, monkeypatch):
+    alive: weakref.WeakSet[kept.KeptIndex] = weakref.WeakSet()
+    build_it, most = kept.KeptIndex.build, []
+
+    def note(self, blocks):
+        alive.add(self)
+        most.append(len(alive))
+        build_it(self, blocks)
+
+    monkeypatch.setattr(kept.KeptIndex, "build", note)
+    memory.store.reindex(memory.name, "kept")
+    assert most == [1] * len(names(memory))
 
 
 def test_an_index_that_keeps_nothing_is_only_tried(memory):
@@ -174,6 +195,7 @@ def test_files_of_another_memory_are_not_taken_for_its_own(library, hidden):
 
 def test_other_options_are_another_index(memory, monkeypatch):
     memory.store.reindex(memory.name, "kept", {"scale": 2})
+    tune(memory, {"step": 4}, {"mass": 0.5})  # which says nothing of the other
     monkeypatch.setenv("MEMSTORE__INDEX__BACKEND", "kept")
     monkeypatch.setenv("MEMSTORE__INDEX__OPTIONS__SCALE", "0.5")
     expect_built(memory, "built with scale = 2.0, and 0.5 is configured")
@@ -193,7 +215,7 @@ def test_options_that_are_not_in_the_file_need_no_building(memory, monkeypatch, 
 
 def test_what_was_tuned_is_used_unless_something_else_is_configured(memory, monkeypatch):
     memory.store.reindex(memory.name, "kept")
-    remember(memory, "kept", {"step": 4}, {"mass": 0.5})
+    tune(memory, {"step": 4}, {"mass": 0.5})
     assert all(id % 4 == 0 for _, ids in found(memory).values() for id in ids.flatten().tolist())
     (record,) = memory.store.indexes(memory.name)
     assert (record.tuned, record.quality) == ({"step": 4}, {"mass": 0.5})
@@ -203,6 +225,26 @@ def test_what_was_tuned_is_used_unless_something_else_is_configured(memory, monk
     memory.store.reindex(memory.name, "kept")  # tuned for what is no longer there
     assert memory.store.indexes(memory.name)[0].tuned == {}
     assert memory.store.reindex(memory.name, "kept", {"step": 2})[1].tuned == {"step": 2}
+
+
+def test_what_was_measured_of_one_index_is_not_kept_with_another(memory):
+    memory.store.reindex(memory.name, "kept")
+    with memory.open() as opened:
+        index = open_index(opened, "kept")
+        memory.store.reindex(memory.name, "kept")
+        with pytest.raises(StoreBusyError, match="was built anew by another process"):
+            remember(memory, index, {"step": 4}, {"mass": 0.5})
+    assert memory.store.indexes(memory.name)[0].tuned == {}
+
+
+def test_a_damaged_index_is_built_again_as_it_was(memory):
+    memory.store.reindex(memory.name, "kept", {"scale": 2})
+    tune(memory, {"step": 4}, {"mass": 0.5})
+    files(memory)[0].unlink()
+    with pytest.warns(IndexNotice, match="is missing"):
+        assert all(id % 4 == 0 for _, ids in found(memory).values() for id in ids.flatten().tolist())
+    (record,) = memory.store.indexes(memory.name)
+    assert (record.options, record.tuned, record.quality) == ({"scale": 2.0}, {"step": 4}, {"mass": 0.5})
 
 
 def test_indexes_of_several_backends_lie_beside_each_other(memory, tmp_path, monkeypatch):
@@ -245,10 +287,68 @@ def test_a_memory_removed_while_its_index_is_built(hidden, monkeypatch):
         del library[hidden.name]
 
     monkeypatch.setattr(kept.KeptIndex, "save", remove_meanwhile)
-    with pytest.raises((MemoryNotFoundError, StoreError)):
+    with pytest.raises(MemoryNotFoundError, match="removed while its index was built"):
         reindex(hidden, "kept")
+    expect_nothing_left(library)
+
+
+def expect_nothing_left(library):
     assert library.records.items(b"i") == []
-    assert library.records.folder(hidden.manifest.id) is None
+    assert library.records.memory_ids() == []
+    assert list((library.path / "locks").iterdir()) == []
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["reindex", "open"])
+def test_a_memory_removed_before_its_index_is_written(hidden, monkeypatch, attached):
+    library, build_it = hidden.store, kept.KeptIndex.build
+
+    def remove_meanwhile(self, blocks):
+        build_it(self, blocks)
+        del library[hidden.name]
+
+    monkeypatch.setattr(kept.KeptIndex, "build", remove_meanwhile)
+    if attached:
+        with hidden.open() as opened, pytest.warns(IndexNotice, match="could not be kept: Memory .* was removed"):
+            assert open_index(opened, "kept").indexes["hidden"].num_keys == 300
+    else:
+        with pytest.raises(MemoryNotFoundError, match="removed while its index was built"):
+            reindex(hidden, "kept")
+    expect_nothing_left(library)
+
+
+def test_a_memory_removed_before_its_index_is_loaded(memory, monkeypatch):
+    library, load_it = memory.store, kept.KeptIndex.__init__
+    library.reindex(memory.name, "kept")
+
+    def remove_meanwhile(self, options=None):
+        load_it(self, options)
+        if memory.name in library:
+            del library[memory.name]
+
+    monkeypatch.setattr(kept.KeptIndex, "__init__", remove_meanwhile)
+    with memory.open() as opened, pytest.warns(IndexNotice, match="is missing"):
+        assert open_index(opened, "kept").indexes.keys() == set(names(memory))
+
+
+def test_a_memory_whose_index_is_being_written_can_be_removed(hidden, monkeypatch):
+    """What another process writes into the folder meanwhile makes the first attempt fail."""
+    library, rmtree, calls = hidden.store, shutil.rmtree, []
+
+    def filled_again(folder, *args, **kwargs):
+        calls.append(folder)
+        if len(calls) == 1:
+            raise OSError(39, "Directory not empty")
+        rmtree(folder, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", filled_again)
+    del library[hidden.name]
+    assert library.records.folder(hidden.manifest.id) is None and library.records.items(b"t") == []
+
+
+def test_nothing_of_an_index_stays_when_its_memory_goes(hidden):
+    hidden.store.reindex(hidden.name, "kept")
+    del hidden.store[hidden.name]
+    assert list((hidden.store.path / "locks").iterdir()) == []
 
 
 def test_a_store_opened_for_reading_builds_and_keeps_nothing(hidden):
@@ -282,6 +382,26 @@ def test_a_full_disk_costs_the_file_and_not_the_search(memory, monkeypatch):
         found(memory)
 
 
+def test_a_disk_too_full_for_a_lock_costs_nothing_but_the_file(hidden, monkeypatch):
+    def full(name, wait):
+        raise StoreFullError("The disk is full.")
+
+    monkeypatch.setattr(hidden.store.records, "lock", full)
+    with pytest.warns(IndexNotice, match="could not be kept: The disk is full"):
+        assert found(hidden)["hidden"][1].shape == (2, 5)
+
+
+def test_whatever_a_library_fails_with_while_saving_is_told_in_words(hidden, monkeypatch):
+    def fail(self, path):
+        raise RuntimeError("no such format")
+
+    monkeypatch.setattr(kept.KeptIndex, "save", fail)
+    with pytest.raises(StoreError, match="'kept' could not write .*: no such format"):
+        hidden.store.reindex(hidden.name, "kept")
+    with pytest.warns(IndexNotice, match="could not be kept: .*no such format"):
+        found(hidden)
+
+
 def test_what_a_killed_process_left_goes_with_the_next_index(hidden):
     left = folder(hidden) / ("0" * 32)
     left.mkdir(parents=True)
@@ -295,6 +415,35 @@ def test_a_record_that_cannot_be_read_is_no_index(hidden):
     hidden.store.records.commit({index_key(hidden.manifest.id, "kept"): b"\xc1"})
     assert hidden.store.indexes(hidden.name) == []
     expect_built(hidden, "none was kept")
+
+
+def test_a_damaged_record_of_an_index_harms_nothing_else(hidden):
+    """The catalog tells the damage of any record; an index can be built again, so its own stops nobody."""
+    library = hidden.store
+    library.reindex(hidden.name, "kept")
+
+    def damage(backend):
+        with library.records._catalog._transaction(write=True) as transaction:
+            transaction.put(index_key(hidden.manifest.id, backend), b"no checksum of it")
+
+    damage("kept")
+    with memstore.attach(build("bart"), hidden, top_k=5, index="exact"):
+        pass
+    assert library.indexes(hidden.name) == []
+    expect_built(hidden, "none was kept")
+    damage("other")
+    library.reindex(hidden.name, "kept")
+    kept.built.clear()
+    assert found(hidden)["hidden"][1].min() >= 0 and kept.built == []
+    del library[hidden.name]
+    assert library.records.folder(hidden.manifest.id) is None and library.records.items(b"t") == []
+
+
+def test_files_of_another_distribution_are_not_read(hidden):
+    hidden.store.reindex(hidden.name, "kept")
+    (record,) = hidden.store.indexes(hidden.name)
+    write_record(hidden.store.records, hidden.manifest, record.model_copy(update={"distribution": "other"}))
+    expect_built(hidden, "built by other, and kept is installed")
 
 
 def test_two_that_need_an_index_build_it_once(hidden, monkeypatch):
@@ -345,6 +494,5 @@ def test_every_kind_of_model_reads_through_it(memory, recwarn):
     for backend in ("exact", "kept"):
         with memstore.attach(model, memory, index=backend, **options) as attached:
             outputs.append(attached.generate(input_ids=ids, max_new_tokens=6, do_sample=False))
-    if memory.kind == "hidden":
-        assert kept.loaded == [300]
-        assert torch.equal(*outputs)
+    assert kept.loaded == [300] * len(names(memory))
+    assert torch.equal(*outputs)

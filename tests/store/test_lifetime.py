@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from memstore import store
+import memstore
 from memstore.errors import (
     MemoryNotFoundError,
     ReadOnlyStoreError,
@@ -49,16 +49,16 @@ def test_a_store_cannot_be_closed_while_a_memory_is_open(library: MemoryStore) -
 
 
 def test_an_error_inside_a_store_is_not_hidden_by_an_open_memory(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), store.open(tmp_path / "a") as library:
+    with pytest.raises(ZeroDivisionError), memstore.open(tmp_path / "a") as library:
         opened = making.write(library).open()
         raise ZeroDivisionError
     opened.close()
-    with pytest.raises(StoreInUseError), store.open(tmp_path / "b") as library:
+    with pytest.raises(StoreInUseError), memstore.open(tmp_path / "b") as library:
         opened = making.write(library).open()
 
 
 def test_tensors_outlive_everything(tmp_path: Path) -> None:
-    with store.open(tmp_path / "library") as library:
+    with memstore.open(tmp_path / "library") as library:
         with making.write(library).open() as opened:
             tensor = opened.block("large", 2)
         with pytest.raises(StoreError, match="no longer open"):
@@ -70,16 +70,16 @@ def test_tensors_outlive_everything(tmp_path: Path) -> None:
 
 
 def test_one_store_may_be_opened_many_times_in_a_process(library: MemoryStore) -> None:
-    with store.open(library.path, "r") as reading, store.open(library.path) as writing:
+    with memstore.open(library.path, "r") as reading, memstore.open(library.path) as writing:
         making.write(writing, "ruth")
         assert reading.names() == library.names() == ["ruth"]
     assert library.names() == ["ruth"]
 
 
 def test_a_reading_store_lets_another_write_in_the_same_process(tmp_path: Path) -> None:
-    store.open(tmp_path / "library").close()
-    with store.open(tmp_path / "library", "r") as reading:
-        with store.open(tmp_path / "library") as writing:
+    memstore.open(tmp_path / "library").close()
+    with memstore.open(tmp_path / "library", "r") as reading:
+        with memstore.open(tmp_path / "library") as writing:
             making.write(writing)
         making.check(reading["esther"])
         with pytest.raises(ReadOnlyStoreError):
@@ -108,8 +108,8 @@ def test_a_forked_child_reads_and_writes(library: MemoryStore) -> None:
 def test_another_process_sees_new_memories_at_once(library: MemoryStore) -> None:
     code = """
 import sys
-from memstore import store
-with store.open(sys.argv[1], "r") as library:
+import memstore
+with memstore.open(sys.argv[1], "r") as library:
     for line in sys.stdin:
         print(library.names(), flush=True)
 """

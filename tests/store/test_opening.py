@@ -12,7 +12,7 @@ import lmdb
 import msgpack
 import pytest
 
-from memstore import store
+import memstore
 from memstore.catalog import FORMAT, SEALED, key
 from memstore.errors import (
     FormatError,
@@ -26,20 +26,20 @@ from tests.store import making
 
 def test_a_store_must_exist_to_be_read(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError, match='mode="a"'):
-        store.open(tmp_path / "missing", "r")
+        memstore.open(tmp_path / "missing", "r")
     assert not (tmp_path / "missing").exists()
     with pytest.raises(StoreNotFoundError):
-        store.open(tmp_path, "r")
+        memstore.open(tmp_path, "r")
     with pytest.raises(ValueError, match="mode"):
-        store.open(tmp_path, "w")  # type: ignore[arg-type]
+        memstore.open(tmp_path, "w")  # type: ignore[arg-type]
 
 
 def test_other_files_are_never_taken_for_a_store(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(StoreError, match="no store"):
-        store.open(tmp_path)
+        memstore.open(tmp_path)
     with pytest.raises(StoreError):
-        store.open(tmp_path / "thesis.txt")
+        memstore.open(tmp_path / "thesis.txt")
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -58,7 +58,7 @@ def test_an_unknown_format_is_refused(library: MemoryStore, record: bytes | None
     library.records.commit({} if record is None else {FORMAT: record}, [FORMAT])
     for mode in ("a", "r"):
         with pytest.raises(FormatError):
-            store.open(library.path, mode)
+            memstore.open(library.path, mode)
     making.check(library["esther"])
 
 
@@ -81,7 +81,7 @@ def test_a_read_only_folder_is_read(library: MemoryStore, monkeypatch: pytest.Mo
     library.close()
     (library.path / "catalog" / "lock.mdb").unlink()
     monkeypatch.setattr(os, "access", lambda path, kind: False)  # as for a user who may not write here
-    with store.open(library.path, "r") as reading:
+    with memstore.open(library.path, "r") as reading:
         making.check(reading["esther"])
     assert sorted(entry.name for entry in (library.path / "catalog").iterdir()) == ["data.mdb"]
 
@@ -100,10 +100,10 @@ def test_a_store_that_cannot_be_written_says_so_and_stays_readable(
 
     monkeypatch.setattr(lmdb, "open", read_only)
     with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
-        store.open(library.path)
-    with store.open(library.path, "r") as reading:
+        memstore.open(library.path)
+    with memstore.open(library.path, "r") as reading:
         with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
-            store.open(library.path)
+            memstore.open(library.path)
         making.check(reading["esther"])
 
 
@@ -116,8 +116,8 @@ def test_a_folder_without_write_permission(library: MemoryStore) -> None:
         entry.chmod(entry.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     try:
         with pytest.raises(ReadOnlyStoreError, match='mode="r"'):
-            store.open(library.path)
-        with store.open(library.path, "r") as reading:
+            memstore.open(library.path)
+        with memstore.open(library.path, "r") as reading:
             making.check(reading["esther"])
     finally:
         for entry in folders:
@@ -131,7 +131,7 @@ def test_what_must_not_be_read_is_not_said_to_be_read_only(library: MemoryStore,
     library.close()
     (library.path / closed).chmod(0)
     try:
-        with pytest.raises(StoreError, match="cannot be read") as caught, store.open(library.path, "r") as reading:
+        with pytest.raises(StoreError, match="cannot be read") as caught, memstore.open(library.path, "r") as reading:
             reading["esther"].open()
         assert not isinstance(caught.value, ReadOnlyStoreError)
     finally:
@@ -143,4 +143,4 @@ def test_a_path_that_no_store_can_have(tmp_path: Path, path: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for mode in ("a", "r"):
         with pytest.raises(StoreError):
-            store.open(path.format(tmp_path), mode)
+            memstore.open(path.format(tmp_path), mode)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memstore import registry, store
+import memstore
+from memstore import registry
 from memstore.catalog import SEALED, key
 from memstore.errors import (
     DocumentError,
@@ -28,9 +29,9 @@ from tests.store import making
 
 CHECK = """
 import sys
-from memstore import store
+import memstore
 from tests.store import making
-with store.open(sys.argv[1], sys.argv[2]) as library:
+with memstore.open(sys.argv[1], sys.argv[2]) as library:
     for name in library:
         making.check(library[name])
         print(name)
@@ -197,8 +198,8 @@ def test_the_store_loads_no_torch(library: MemoryStore) -> None:
     making.write(library)
     code = """
 import sys
-from memstore import store
-with store.open(sys.argv[1]) as library:
+import memstore
+with memstore.open(sys.argv[1]) as library:
     library.names(), library["esther"].passage(0, 9), library["esther"].open("open").close(), library.verify()
     del library["esther"]
 print([name for name in ("torch", "transformers") if name in sys.modules])
@@ -208,7 +209,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 
 def test_a_backend_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PluginError, match="'lmbd'"):
-        store.open(tmp_path / "library", records="lmbd")
+        memstore.open(tmp_path / "library", records="lmbd")
     assert registry.load(registry.BACKENDS, "lmdb").__name__ == "LmdbRecords"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memstore import store
+import memstore
 from memstore.catalog import PENDING, key
 from memstore.errors import (
     DocumentError,
@@ -30,9 +30,9 @@ from tests.store import making
 
 WRITE = """
 import sys, time
-from memstore import store
+import memstore
 from tests.store import making
-with store.open(sys.argv[1]) as library, library.create(making.manifest(), making.document()) as writer:
+with memstore.open(sys.argv[1]) as library, library.create(making.manifest(), making.document()) as writer:
     writer.put_prefix({part: making.rows(part, 0, 3).data for part in ("large", "small")})
     for _ in range(int(sys.argv[2])):
         making.append(writer)
@@ -41,9 +41,9 @@ with store.open(sys.argv[1]) as library, library.create(making.manifest(), makin
 """
 CREATE_IN_A_LOOP = """
 import sys
-from memstore import store
+import memstore
 from tests.store import making
-with store.open(sys.argv[1]) as library:
+with memstore.open(sys.argv[1]) as library:
     while True:
         if "esther" in library:
             del library["esther"]
@@ -119,12 +119,12 @@ def test_a_writer_killed_at_any_moment_leaves_a_store_that_works(library: Memory
             process.wait(chance.random() * 0.2)
         process.kill()
         process.communicate()
-        with store.open(library.path) as opened:
+        with memstore.open(library.path) as opened:
             for name in opened:
                 making.check(opened[name], "open")
             pending = opened.records.items(PENDING)
             assert len(opened.records.memory_ids()) <= len(opened) + len(pending)
-    with store.open(library.path) as opened:
+    with memstore.open(library.path) as opened:
         if "esther" in opened:
             del opened["esther"]
         making.check(making.write(opened), "open")
@@ -137,7 +137,7 @@ def test_a_second_process_is_told_that_the_name_is_busy(library: MemoryStore) ->
             library.create(making.manifest(batch_size=batch_size), making.document())
     with pytest.raises(MemoryBusyError):
         del library["esther"]
-    with store.open(library.path) as another:  # opening a store must not disturb who is writing
+    with memstore.open(library.path) as another:  # opening a store must not disturb who is writing
         making.write(another, "ruth")
     process.kill()
     process.communicate()
@@ -182,7 +182,7 @@ def test_a_memory_finished_by_another_process_meanwhile(library: MemoryStore, mo
         value = get(key_)
         calls.append(key_)
         if len(calls) == 2:  # after both manifests were looked up, before the lock is taken
-            with store.open(library.path) as another:
+            with memstore.open(library.path) as another:
                 making.write(another)
         return value
 
@@ -215,9 +215,9 @@ def test_an_interrupted_removal_is_completed_by_the_next_opening(
             del library["esther"]
     assert library.names() == ["ruth"]
     assert len(library.records.memory_ids()) == 2
-    store.open(library.path, "r").close()
+    memstore.open(library.path, "r").close()
     assert len(library.records.memory_ids()) == 2
-    store.open(library.path).close()
+    memstore.open(library.path).close()
     assert len(library.records.memory_ids()) == 1
     assert library.records.items(b"t") == []
     making.check(library["ruth"])
@@ -289,7 +289,7 @@ def occupy(folder: Path, left: int = 0) -> Path:
 
 @pytest.mark.parametrize("left", [0, 4096, 8192, 16384, 65536, 131072])
 def test_a_full_disk_costs_nothing_that_was_complete(small_disk: Path, left: int) -> None:
-    with store.open(small_disk / "library") as library:
+    with memstore.open(small_disk / "library") as library:
         making.write(library)
         filler = occupy(small_disk, left)
         with pytest.raises(StoreFullError, match="disk"):
@@ -302,7 +302,7 @@ def test_a_full_disk_costs_nothing_that_was_complete(small_disk: Path, left: int
 
 
 def test_a_full_disk_can_be_freed_by_removing_a_memory(small_disk: Path) -> None:
-    with store.open(small_disk / "library") as library:
+    with memstore.open(small_disk / "library") as library:
         for name in ("esther", "ruth"):
             making.write(library, name)
         occupy(small_disk)
@@ -312,7 +312,7 @@ def test_a_full_disk_can_be_freed_by_removing_a_memory(small_disk: Path) -> None
 
 
 def test_the_same_writer_goes_on_once_there_is_space(small_disk: Path) -> None:
-    with store.open(small_disk / "library") as library, start(library, 1) as writer:
+    with memstore.open(small_disk / "library") as library, start(library, 1) as writer:
         filler = occupy(small_disk)
         with pytest.raises(StoreFullError):
             while writer.num_done < making.TOKENS:
@@ -324,9 +324,9 @@ def test_the_same_writer_goes_on_once_there_is_space(small_disk: Path) -> None:
 def test_a_store_cannot_be_created_on_a_full_disk(small_disk: Path) -> None:
     filler = occupy(small_disk)
     with pytest.raises(StoreFullError):
-        store.open(small_disk / "library")
+        memstore.open(small_disk / "library")
     filler.unlink()
-    with store.open(small_disk / "library") as library:
+    with memstore.open(small_disk / "library") as library:
         making.check(making.write(library))
 
 

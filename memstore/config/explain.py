@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from memstore.sources import PREFIX
-from memstore.toml import KeyPath
+from memstore.config.layers import KeyPath
+from memstore.config.sources import PREFIX
 
 SINGLE = {"bool_type", "float_type", "int_type", "path_type", "string_type"}
 LONGEST = 100  # characters of a value that are shown
 
 
-def explain(
+def explanation(
     error: ValidationError,
     model: type[BaseModel],
     where: Callable[[KeyPath], str],
@@ -34,8 +34,8 @@ def explain(
         value = "" if detail["type"] == "missing" else f" = {shown(detail['input'])}"
         if detail["type"] == "extra_forbidden":
             known = [*_fields(model, path[:-1]), *(also if len(path) == 1 else ())]
-            wrong = f"there is no such key; {elsewhere(path) or closest(path[-1], known)}"
-            wrong = wrong if wrong.endswith(("?", ".")) else f"{wrong}known here: {', '.join(known) or 'nothing'}."
+            hint = elsewhere(path) or closest(path[-1], known) or f"known here: {', '.join(known) or 'nothing'}."
+            wrong = f"there is no such key; {hint}"
         elif detail["type"] in ("dict_type", "model_type"):
             wrong = _table(place, _fields(model, path))
         elif detail["type"] in SINGLE and isinstance(detail["input"], dict):

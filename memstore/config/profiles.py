@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from memstore.config.explain import closest, shown
+from memstore.config.layers import Layer, Leaf, Origin, dotted
 from memstore.errors import ConfigError
-from memstore.explain import closest, shown
-from memstore.layers import Layer, Leaf, Origin
-from memstore.toml import dotted
 
 KEYS = ("profile", "profiles")  # what a file may say at its top beside the settings
 

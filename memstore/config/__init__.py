@@ -16,17 +16,17 @@ from typing import Any
 from platformdirs import user_config_path
 from pydantic import BaseModel, ValidationError
 
-from memstore import profiles, registry, sources
+from memstore import registry
+from memstore.config import profiles, sources
+from memstore.config.explain import explanation, shown
+from memstore.config.layers import KeyPath, Layer, Leaf, Origin, Table, dotted, merge, nested
+from memstore.config.settings import Settings
+from memstore.config.sources import PREFIX
 from memstore.errors import ConfigError, PluginError
-from memstore.explain import explain, shown
 from memstore.interfaces import RecordStore, VectorIndex
-from memstore.layers import Layer, Leaf, Origin, Table, merge, nested
-from memstore.settings import Settings
-from memstore.sources import PREFIX
-from memstore.toml import KeyPath, dotted
 
 FILE = "plugins.toml"
-DEFAULTS = Path(__file__).with_name("defaults.toml")
+DEFAULTS = Path(__file__).parents[1] / "defaults.toml"
 BACKEND, RECORDS, OPTIONS = ("index", "backend"), ("store", "records"), ("index", "options")
 
 _command_line: Table = {}
@@ -44,12 +44,9 @@ class Config:
             self.settings = Settings.model_validate(nested(self.leaves))
         except ValidationError as error:
             inside = any(leaf.origin.profile is not None for leaf in self.leaves.values())
-            raise ConfigError(explain(error, Settings, self._where, also=() if inside else profiles.KEYS)) from error
-
-    def index(self, backend: str | None = None, options: Mapping[str, Any] | None = None) -> VectorIndex:
-        """A new index of the named backend, or of the configured one. See :meth:`index_plugin`."""
-        _, plugin, checked = self.index_plugin(backend, options)
-        return plugin(checked)
+            raise ConfigError(
+                explanation(error, Settings, self._where, also=() if inside else profiles.KEYS)
+            ) from error
 
     def index_plugin(
         self, backend: str | None = None, options: Mapping[str, Any] | None = None
@@ -72,7 +69,7 @@ class Config:
                     return f"option {dotted(path)}" if path else "options"
                 return self._where((*OPTIONS, *path))
 
-            text = explain(error, plugin.Options, where, lambda path: _owners(path, name))
+            text = explanation(error, plugin.Options, where, lambda path: _owners(path, name))
             raise ConfigError(text) from error
 
     def records(self) -> str:

@@ -6,13 +6,11 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from memstore.config.layers import KeyPath, Layer, Leaf, Origin, Table, nested
 from memstore.errors import ConfigError
-from memstore.layers import Layer, Origin, Table
 
 PREFIX = "MEMSTORE__"
-DEEPEST = 32  # tables and lists within each other; no setting needs more
 
 
 def files(*paths: Path) -> Iterator[Layer]:
@@ -41,39 +39,26 @@ def read(path: Path) -> Table | None:
             f"{path}: is not UTF-8: byte 0x{error.object[error.start]:02x} in line {line}. Save it as UTF-8."
         ) from error
     try:
-        table = tomllib.loads(text)
-        _check(table, 0)
-    except RecursionError as error:
-        raise ConfigError(f"{path}: is not valid TOML: it is nested too deeply.") from error
-    except ValueError as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}.") from error
-    return table
-
-
-def _check(value: Any, depth: int) -> None:
-    if depth > DEEPEST:
-        raise ValueError(f"nothing here is nested more than {DEEPEST} deep")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("a whole number must fit into 64 bits")
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check(each, depth + 1)
 
 
 def variables(environ: Mapping[str, str]) -> list[Layer]:
     """The ``MEMSTORE__SECTION__KEY`` variables, each as a layer. Raises ConfigError for a name that is none."""
-    named = {name: tuple(name.removeprefix(PREFIX).lower().split("__")) for name in environ if name.startswith(PREFIX)}
-    by_key: dict[tuple[str, ...], str] = {}
-    for name, path in named.items():
-        if "" in path or len(path) > DEEPEST:
-            raise ConfigError(f"{name}: is not the name of a setting. They are named as MEMSTORE__STORE__PATH is.")
-        other = by_key.setdefault(path, name)
-        if other != name:
-            raise ConfigError(f"{name}: sets the same as {other}. Unset one of them.")
-    return [Layer(Origin(by_key[path]), _nested(path, environ[by_key[path]])) for path in sorted(by_key)]
+    names: dict[KeyPath, str] = {}
+    for name in environ:
+        if name.startswith(PREFIX):
+            path = tuple(name.removeprefix(PREFIX).lower().split("__"))
+            if "" in path:
+                raise ConfigError(f"{name}: is not the name of a setting. They are named as MEMSTORE__STORE__PATH is.")
+            if path in names:
+                raise ConfigError(f"{name}: sets the same as {names[path]}. Unset one of them.")
+            names[path] = name
+    # In the order of their keys, because a backend drops the options of the layers below it.
+    return [_layer(names[path], path, environ[names[path]]) for path in sorted(names)]
 
 
-def _nested(path: tuple[str, ...], value: str) -> Table:
-    table: Any = value
-    for key in reversed(path):
-        table = {key: table}
-    return dict(table)
+def _layer(name: str, path: KeyPath, value: str) -> Layer:
+    origin = Origin(name)
+    return Layer(origin, nested({path: Leaf(value, origin)}))

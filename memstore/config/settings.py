@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 
 class _Section(BaseModel):
@@ -30,6 +30,8 @@ def _expanded(path: Path) -> Path:
     except RuntimeError as error:  # which pydantic would let through
         raise ValueError(f"{path.parts[0]} is nobody's home directory") from error
 
+
+AUTO = "auto"  # in the place of a backend: one is chosen
 
 Name = Annotated[str, BeforeValidator(_not_empty)]
 Folder = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_expanded)]
@@ -65,6 +67,13 @@ class IndexSettings(_Section):
     backend: Name
     options: dict[str, Any]
     auto: AutoSettings
+
+    @field_validator("options")
+    @classmethod
+    def _are_of_a_plugin(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if options and info.data.get("backend") == AUTO:
+            raise ValueError(f'the backend "{AUTO}" has no options; those of a backend are set where it is named')
+        return options
 
 
 class Settings(_Section):

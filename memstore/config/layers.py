@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from memstore.toml import KeyPath, dotted
-
+KeyPath = tuple[str, ...]
 Table = dict[str, Any]
+
+
+def dotted(path: KeyPath) -> str:
+    """A key as it is written in TOML: ``index.options."a.b"``."""
+    return ".".join(
+        key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False) for key in path
+    )
 
 
 class Origin(NamedTuple):
