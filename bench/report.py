@@ -94,8 +94,12 @@ def draw(results: list[Row], path: Path) -> None:
     mpl.use("svg")
     names = sorted({row["backend"] for result in results for size in result["sizes"] for row in size["searches"]})
     mpl.rcParams["svg.hashsalt"] = "memstore"  # the same file for the same figures
-    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4), squeeze=False)
-    for axis, result in zip(axes[0], results, strict=True):
+    lines = -(-len(results) // 3)
+    figure, grid = plt.subplots(lines, 3, figsize=(13, 4 * lines), squeeze=False)
+    axes = grid.flatten()
+    for axis in axes[len(results) :]:
+        axis.set_axis_off()
+    for axis, result in zip(axes, results, strict=False):
         size = max(result["sizes"], key=lambda size: size["n"])
         for (name, dtype), rows in curves(size).items():
             axis.plot(
@@ -113,8 +117,8 @@ def draw(results: list[Row], path: Path) -> None:
         )
         axis.axhline(TARGET, color="grey", linewidth=0.6, linestyle="--")
         axis.grid(alpha=0.2)
-    axes[0][0].set_ylabel(f"attention mass found, share of the {K} best keys'")
-    axes[0][0].legend(fontsize=7)
+        axis.set_ylabel(f"attention mass, share of the {K} best keys'")
+        axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 

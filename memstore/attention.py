@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
-PIECE = 1 << 18  # numbers of a memory read at once on a CPU: 1 MiB, which the cache of a core holds
+PIECE = 1 << 17  # numbers of a memory read at once on a CPU: 512 KiB, which the cache of a core holds
 ROW_CHUNK = 1 << 24  # numbers gathered at once for top-k: 64 MiB
 
 
@@ -102,13 +102,17 @@ def read_all(queries: Tensor, blocks: Iterable[Tensor]) -> Partial:
 
 
 def _with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
-    """The part [m, ...] after more keys, with scores [m, n] and values [n, d] (the online softmax of FlashAttention).
+    """The part [m, ...] after more keys, with scores [m, n], all finite, and values [n, d]: FlashAttention's softmax.
 
     m' = max(m, max s_i),  l' = exp(m - m') l + sum exp(s_i - m'),  o' = exp(m - m') o + sum exp(s_i - m') v_i.
     """
-    m = torch.maximum(part.m, scores.amax(-1, keepdim=True))
-    scale, weights = shifted_exp(part.m, m), shifted_exp(scores, m)
-    return Partial(m, scale * part.l + weights.sum(-1, keepdim=True), torch.addmm(scale * part.o, weights, values))
+    highest = scores.amax(-1, keepdim=True)
+    if (highest > part.m).any():  # seldom after the first pieces, and where it is not, the scale is 1
+        m = torch.maximum(part.m, highest)
+        scale = shifted_exp(part.m, m)
+        part = Partial(m, scale * part.l, scale * part.o)
+    weights = (scores - part.m).exp_()
+    return Partial(part.m, part.l + weights.sum(-1, keepdim=True), torch.addmm(part.o, weights, values))
 
 
 def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor) -> Partial:
