@@ -61,7 +61,7 @@ def index_table(results: list[Row]) -> Iterator[str]:
                 f"{build['saved_of_vectors']:.2f}",
                 option,
                 f"{row['cpu_ms']:.1f}",
-                f"{ratio:.1f}",
+                f"{ratio:.2g}",
                 f"{row['recall']:.3f}",
                 f"{row['mass']:.3f}",
                 f"{row['share']:.3f}",
@@ -92,6 +92,7 @@ def draw(results: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     mpl.use("svg")
+    mpl.rcParams["svg.fonttype"] = "none"
     names = sorted({row["backend"] for result in results for size in result["sizes"] for row in size["searches"]})
     mpl.rcParams["svg.hashsalt"] = "memstore"  # the same file for the same figures
     lines = -(-len(results) // 3)
@@ -107,13 +108,17 @@ def draw(results: list[Row], path: Path) -> None:
                 [row["share"] for row in rows],
                 marker="o",
                 markersize=4,
+                markerfacecolor="none" if dtype == "float32" else None,
                 linewidth=1,
                 linestyle="-" if dtype == "bfloat16" else ":",
                 color=f"C{names.index(name)}",
                 label=f"{name}, {dtype}",
             )
         axis.set(
-            xscale="log", xlabel="CPU ms for 64 queries", title=f"{result['dataset']}, {size['n']:,} × {size['d']}"
+            xscale="log",
+            ylim=(0, 1.05),
+            xlabel="CPU ms for 64 queries",
+            title=f"{result['dataset']}, {size['n']:,} × {size['d']}",
         )
         axis.axhline(TARGET, color="grey", linewidth=0.6, linestyle="--")
         axis.grid(alpha=0.2)

@@ -224,17 +224,21 @@ def test_what_is_claimed_of_the_indexes_was_measured() -> None:
         return min(row["cpu_ms"] for row in rows if row["share"] >= 0.99)
 
     assert best("mixed/512", 200_000, "faiss-flat", "float32") >= 4 * best("mixed/512", 200_000, "exact", "bfloat16")
-    for layer in ("4.0", "14.1"):
-        for dtype in ("float32", "bfloat16"):
-            ours, theirs = (best(f"smollm2/{layer}", 992_594, name, dtype) for name in ("faiss-ivf", "exact"))
-            assert theirs >= 5 * ours
+    heads = {name for name in results if name.startswith("smollm2/")}
+    for dtype in ("float32", "bfloat16"):
+        gain = {head: best(head, 992_594, "exact", dtype) / best(head, 992_594, "faiss-ivf", dtype) for head in heads}
+        assert {head for head in heads if gain[head] < 5} == {"smollm2/14.0", "smollm2/14.2"}
+    assert len(heads) == 6
     for result in results.values():
         for size in result["sizes"]:
             for row in size["searches"]:
                 assert 0 <= row["mass"] <= 1
-                if (row["backend"], row["dtype"]) in [("exact", "float32"), ("faiss-flat", "float32")]:
-                    assert row["recall"] > 0.9999  # near ties may fall either way
-                    assert row["share"] > 0.9999
-            flat = [build for build in size["builds"] if build["backend"] in ("exact", "faiss-flat")]
-            if size["n"] >= 100_000:  # below, what the libraries themselves hold outweighs the vectors
-                assert all(build["peak_of_vectors"] < 1.3 for build in flat)
+                if row["dtype"] == "float32" and row["backend"] in ("exact", "faiss-flat"):
+                    assert min(row["recall"], row["share"]) > 0.9999  # near ties may fall either way
+            for build in size["builds"]:
+                if build["backend"] in ("exact", "faiss-flat") and size["n"] >= 100_000:
+                    vectors = size["n"] * size["d"] * (4 if build["dtype"] == "float32" else 2)
+                    assert build["peak_of_vectors"] < 1.3 or vectors < 100e6
+                    indexes = 90 if result["dataset"].startswith("smollm2/") else 1  # 30 layers of 3 heads
+                    if cost := result["encode_cpu_s_per_token"]:
+                        assert indexes * build["cpu_s"] <= 0.05 * size["n"] * cost

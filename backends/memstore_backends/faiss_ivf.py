@@ -39,7 +39,7 @@ class FaissIvfIndex(FaissIndex):
     """
 
     Options = FaissIvfOptions
-    tunable: ClassVar = {"nprobe": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)}
+    tunable: ClassVar = {"nprobe": (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)}
     options: FaissIvfOptions
 
     def build(self, blocks: Sequence[Tensor]) -> None:
