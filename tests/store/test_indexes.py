@@ -14,6 +14,7 @@ import torch
 import memstore
 from memstore.errors import (
     ConfigError,
+    IndexBuildError,
     IndexNotice,
     MemoryNotFoundError,
     PluginError,
@@ -479,9 +480,17 @@ def test_wrong_backends_and_options_are_refused_before_anything_is_built(hidden)
         hidden.store.reindex(hidden.name, "kept", {"nprobe": 3})
     with pytest.raises(ConfigError, match="step"):
         hidden.store.reindex(hidden.name, "kept", {"step": "many"})
+    with pytest.raises(PluginError, match="named 5"):
+        hidden.store.reindex(hidden.name, 5)
     with pytest.raises(MemoryNotFoundError):
         hidden.store.reindex("nobody", "kept")
     assert hidden.store.indexes(hidden.name) == [] and kept.built == []
+
+
+def test_an_option_that_cannot_be_kept_is_told(hidden):
+    with pytest.raises(IndexBuildError, match="options of 'kept' cannot be kept"):
+        hidden.store.reindex(hidden.name, "kept", {"step": 2**64})
+    assert hidden.store.indexes(hidden.name) == [] and files(hidden) == []
 
 
 def test_every_kind_of_model_reads_through_it(memory, recwarn):
