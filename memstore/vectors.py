@@ -81,12 +81,15 @@ def checked_queries(queries: Tensor, width: int, k: int) -> Tensor:
 def padded(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Results [m, j] widened to [m, k] by empty slots: score -inf, id -1.
 
-    Raises QueryError if the score of a key is not finite.
+    Raises QueryError if the score of a key is not finite, or so many slots do not fit into memory.
     """
     if not (scores.isfinite() | (ids < 0)).all():
         raise QueryError("Scores exceed what float32 holds: the numbers in these keys and queries are too large.")
     missing = max(0, k - scores.shape[1])
-    return pad(scores, (0, missing), value=-torch.inf), pad(ids, (0, missing), value=-1)
+    try:
+        return pad(scores, (0, missing), value=-torch.inf), pad(ids, (0, missing), value=-1)
+    except (RuntimeError, TypeError) as error:  # the latter for a number beyond 64 bits
+        raise QueryError(f"k={k}: {len(ids)} times so many results do not fit into memory. Use a smaller k.") from error
 
 
 class Rows:

@@ -83,3 +83,9 @@ def test_a_score_beyond_float32_is_no_score(score):
     assert padded(torch.tensor([[1.0, -torch.inf]]), ids, 3)[1].tolist() == [[4, -1, -1]]
     with pytest.raises(QueryError, match="too large"):
         padded(torch.tensor([[score, -torch.inf]]), ids, 3)
+
+
+@pytest.mark.parametrize("k", [2**45, 2**60, 2**70])
+def test_more_slots_than_memory_holds_are_refused(k):
+    with pytest.raises(QueryError, match="do not fit into memory"):
+        padded(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), k)
