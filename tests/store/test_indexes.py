@@ -392,6 +392,12 @@ def test_a_disk_too_full_for_a_lock_costs_nothing_but_the_file(hidden, monkeypat
         assert found(hidden)["hidden"][1].shape == (2, 5)
 
 
+@pytest.mark.parametrize("other", [lambda path: path.write_text("no folder"), lambda path: path.symlink_to("nowhere")])
+def test_what_stands_in_the_place_of_the_folder_gives_way(hidden, other):
+    other(folder(hidden))
+    expect_built(hidden, "none was kept.*kept for the next time")
+
+
 def test_whatever_a_library_fails_with_while_saving_is_told_in_words(hidden, monkeypatch):
     def fail(self, path):
         raise RuntimeError("no such format")
