@@ -168,6 +168,8 @@ class IndexCache:
         name = uuid.uuid4().hex
         folder, files = parent / name, {}
         try:
+            if parent.is_symlink() or parent.is_file():  # none of ours
+                parent.unlink()
             parent.mkdir(exist_ok=True)  # but not the memory's own folder, if that is gone
             folder.mkdir()
             for slot, index in indexes:

@@ -8,7 +8,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from memstore.catalog import INDEX, SEALED, key
-from memstore.errors import DamagedMemoryError, MemoryNotFoundError
+from memstore.errors import DamagedMemoryError, IndexBuildError, MemoryNotFoundError
 from memstore.interfaces import RecordStore
 from memstore.manifest import Manifest
 
@@ -77,11 +77,18 @@ def read_record(records: RecordStore, memory_id: str, backend: str) -> IndexReco
 
 
 def write_record(records: RecordStore, manifest: Manifest, record: IndexRecord) -> None:
-    """Make an index known. Raises MemoryNotFoundError if the memory has been removed."""
+    """Make an index known.
+
+    Raises MemoryNotFoundError if the memory has been removed, IndexBuildError for an option that cannot be kept.
+    """
     sealed_key = key(SEALED, manifest.name)
     sealed = records.get(sealed_key)
-    packed = {index_key(manifest.id, record.backend): msgpack.packb(record.model_dump())}
-    if not _is_of(sealed, manifest) or not records.commit(packed, expect={sealed_key: sealed}):
+    try:
+        packed = msgpack.packb(record.model_dump())
+    except (OverflowError, ValueError) as error:  # a number of more than 64 bits, or half of a surrogate pair
+        raise IndexBuildError(f"The options of {record.backend!r} cannot be kept: {error}. Use others.") from error
+    puts = {index_key(manifest.id, record.backend): packed}
+    if not _is_of(sealed, manifest) or not records.commit(puts, expect={sealed_key: sealed}):
         raise removed(manifest)
 
 

@@ -85,8 +85,8 @@ def adapter_for(model: Any) -> type[Any]:
 
 def _entry(group: str, name: str) -> EntryPoint:
     known = entries(group)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
+    if not isinstance(name, str) or name not in known:  # a class, say, in the place of a name
+        close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise PluginError(f"No plugin of {group} is named {name!r}.{hint} Installed: {', '.join(known) or 'none'}.")
     return known[name]

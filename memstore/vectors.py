@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def sample(blocks: Sequence[Tensor], size: int, seed: int) -> Tensor:
 
 
 def checked_queries(queries: Tensor, width: int, k: int) -> Tensor:
-    """The queries [m, d] as float32.
+    """The queries [m, d] as float32, without a gradient: the choice of keys has none.
 
     Raises QueryError for a ``k`` that is no whole number of at least 1, another width than that of the keys, another
     dtype than float32, float16 or bfloat16, or values that are not finite.
@@ -74,20 +75,29 @@ def checked_queries(queries: Tensor, width: int, k: int) -> Tensor:
         raise QueryError(f"Queries have shape {tuple(queries.shape)}; this index holds keys of width {width}.")
     if queries.dtype not in DTYPES or not queries.isfinite().all():
         raise QueryError(f"Queries must be finite float32, float16 or bfloat16 numbers (they are {queries.dtype}).")
-    return queries.float()
+    return queries.detach().float()
 
 
 def padded(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Results [m, j] widened to [m, k] by empty slots: score -inf, id -1."""
+    """Results [m, j] widened to [m, k] by empty slots: score -inf, id -1.
+
+    Raises QueryError if the score of a key is not finite, or so many slots do not fit into memory.
+    """
+    if not (scores.isfinite() | (ids < 0)).all():
+        raise QueryError("Scores exceed what float32 holds: the numbers in these keys and queries are too large.")
     missing = max(0, k - scores.shape[1])
-    return pad(scores, (0, missing), value=-torch.inf), pad(ids, (0, missing), value=-1)
+    try:
+        return pad(scores, (0, missing), value=-torch.inf), pad(ids, (0, missing), value=-1)
+    except (RuntimeError, TypeError) as error:  # the latter for a number beyond 64 bits
+        raise QueryError(f"k={k}: {len(ids)} times so many results do not fit into memory. Use a smaller k.") from error
 
 
 class Rows:
-    """The rows of blocks [n_i, d], found by their ids 0 … n-1."""
+    """The rows of blocks [n_i, d], found by their ids 0 … n-1, in a dtype that holds those of all blocks."""
 
     def __init__(self, blocks: Sequence[Tensor]) -> None:
         self.blocks = blocks
+        self._dtype = reduce(torch.promote_types, (block.dtype for block in blocks))
         self._starts = torch.tensor([0, *map(len, blocks)]).cumsum(0)
         self.num_rows = int(self._starts[-1])
 
@@ -98,8 +108,8 @@ class Rows:
         if len(self.blocks) == 1:
             return first[places].to(ids.device)
         owners = torch.searchsorted(self._starts, ids.cpu(), right=True) - 1
-        rows = first.new_empty(len(ids), first.shape[1])
+        rows = first.new_empty(len(ids), first.shape[1], dtype=self._dtype)
         for block in owners.unique().tolist():
             here = (owners == block).to(first.device)
-            rows[here] = self.blocks[block][places[here] - int(self._starts[block])]
+            rows[here] = self.blocks[block][places[here] - int(self._starts[block])].to(self._dtype)
         return rows.to(ids.device)

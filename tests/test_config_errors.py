@@ -78,6 +78,7 @@ WRONG = pytest.mark.parametrize(
         ("index.auto.target_mass = true", "index.auto.target_mass = True: must be a number."),
         ("index.auto.exact_tokens = -1", "index.auto.exact_tokens = -1: Input should be greater than or equal to 0."),
         ("index.auto.exact_tokens = 0.5", "index.auto.exact_tokens = 0.5: Input should be a valid integer, got a numb"),
+        ("index.auto.small = 'auto'", "index.auto.small = 'auto': must name a backend, which \"auto\" is not."),
         ("index.auto = 1", "index.auto = 1: must be a table with exact_tokens, target_mass, small."),
         ("index.options = 1", "index.options = 1: must be a table."),
         ("store = 'x'", "store = 'x': must be a table with path, records."),

@@ -79,6 +79,7 @@ def test_keys_are_scored_in_runs_of_any_length(monkeypatch, scores, k):
     keys = random(500)
     check(built(keys.split([7, 300, 64, 129])), keys, random(9, seed=1), k)
     with_gradient = random(9, seed=1).requires_grad_()
+    assert not built([keys]).block_maxima(with_gradient, 64).requires_grad
     ids = built(keys.split([100] * 5)).search(with_gradient, k)[1]
     np.testing.assert_array_equal(ids, np.argsort(-(with_gradient @ keys.T).detach().numpy(), axis=1)[:, :k])
 
@@ -170,8 +171,10 @@ def test_an_option_that_does_not_exist_is_refused(monkeypatch):
 def test_keys_are_brought_to_the_device_of_the_options():
     index = built([random(10)], device="cpu")
     assert index.blocks[0].device.type == "cpu" and index.search(random(2), 3)[1].device.type == "cpu"
-    with pytest.raises(ValidationError, match="torch knows no such device; use 'cpu', 'cuda'"):
+    with pytest.raises(ValidationError, match="cannot be brought to such a device; use 'cpu', 'cuda'"):
         built([random(10)], device="gpu")
+    with pytest.raises(ValidationError, match="cannot be brought to such a device"):
+        built([random(10)], device="meta")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")

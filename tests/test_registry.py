@@ -67,6 +67,12 @@ def test_an_unknown_name_gets_a_close_match_and_the_list() -> None:
         registry.load("memstore.nothing", "x")
 
 
+@pytest.mark.parametrize("name", [None, 5, ["exact"], object], ids=str)
+def test_what_is_no_name_is_unknown(name: Any) -> None:
+    with pytest.raises(PluginError, match="Installed: exact"):
+        registry.load(registry.BACKENDS, name)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore import vectors
-from memstore.errors import IndexBuildError
-from memstore.vectors import float_chunks, largest, sample
+from memstore.errors import IndexBuildError, QueryError
+from memstore.vectors import Rows, checked_queries, float_chunks, largest, padded, sample
 
 KEYS = torch.arange(240.0).view(60, 4) - 100
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
@@ -61,3 +61,31 @@ def test_a_sample_is_some_of_the_keys_whatever_their_blocks(sizes, size, seed):
 
 def test_another_seed_takes_another_sample():
     assert not torch.equal(sample([KEYS], 20, 0), sample([KEYS], 20, 1))
+
+
+@pytest.mark.parametrize("dtypes", [(0, 1), (1, 0), (1, 2), (2, 1, 0)], ids=str)
+def test_rows_of_blocks_of_several_dtypes_keep_their_numbers(dtypes):
+    blocks = [(KEYS / 7).to(vectors.DTYPES[dtype]) for dtype in dtypes]
+    ids = torch.tensor([61, 3, 60 * len(blocks) - 1, 0, 59, 60, 3])
+    assert torch.equal(Rows(blocks)(ids), torch.cat([block.float() for block in blocks])[ids])
+
+
+@pytest.mark.parametrize("dtype", vectors.DTYPES, ids=str)
+def test_queries_are_checked_without_their_gradient(dtype):
+    queries = torch.ones(2, 3, dtype=dtype, requires_grad=True)
+    assert torch.equal(checked_queries(queries, 3, 1), torch.ones(2, 3))
+    assert not checked_queries(queries, 3, 1).requires_grad
+
+
+@pytest.mark.parametrize("score", [torch.inf, -torch.inf, torch.nan])
+def test_a_score_beyond_float32_is_no_score(score):
+    ids = torch.tensor([[4, -1]])
+    assert padded(torch.tensor([[1.0, -torch.inf]]), ids, 3)[1].tolist() == [[4, -1, -1]]
+    with pytest.raises(QueryError, match="too large"):
+        padded(torch.tensor([[score, -torch.inf]]), ids, 3)
+
+
+@pytest.mark.parametrize("k", [2**45, 2**60, 2**70])
+def test_more_slots_than_memory_holds_are_refused(k):
+    with pytest.raises(QueryError, match="do not fit into memory"):
+        padded(torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), k)

@@ -20,11 +20,11 @@ SCORES = 1 << 24  # of some queries and some keys, held at once
 
 def _device(name: str | None) -> str | None:
     try:
-        return name if name is None else str(torch.device(name))
-    except RuntimeError as error:
-        raise ValueError(
-            "torch knows no such device; use 'cpu', 'cuda', or one of several GPUs, as 'cuda:1'"
-        ) from error
+        if name is None or torch.device(name).type != "meta":  # which holds no numbers
+            return name if name is None else str(torch.device(name))
+    except RuntimeError:
+        pass
+    raise ValueError("keys cannot be brought to such a device; use 'cpu', 'cuda', or one of several GPUs, as 'cuda:1'")
 
 
 class ExactOptions(Options):
@@ -48,7 +48,7 @@ class ExactIndex(VectorIndex):
             raise IndexBuildError(f"The keys cannot be brought to device {str(device)!r}: {error}.") from error
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        checked = checked_queries(queries.detach(), self.width, k).to(self.blocks[0].device)
+        checked = checked_queries(queries, self.width, k).to(self.blocks[0].device)
         found = [self._search(chunk, k) for chunk in checked.split(QUERIES)]
         scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
         if not scores.isfinite().all():  # looked for here, because building reads no key

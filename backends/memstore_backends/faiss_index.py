@@ -42,14 +42,15 @@ class FaissIndex(SavedIndex):
         return k
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        checked = checked_queries(queries, self.width, k).detach().cpu()
+        checked = checked_queries(queries, self.width, k).cpu()
         wanted = min(k, self.num_keys)
         if self.device != "cpu" and wanted > MOST:
             raise QueryError(f"k={k}: faiss finds at most {MOST:,} keys on a GPU. Use a smaller k, or device='cpu'.")
-        size = checked.abs().amax(1, keepdim=True).clamp_min(1e-30)  # divided out, so that no score overflows
-        found = [self.find(chunk, wanted) for chunk in (checked / size).split(max(1, HITS // self.held(wanted)))]
+        size = checked.abs().amax(1, keepdim=True).clamp_min(1e-30)
+        small = checked / size / self.width  # so that no score exceeds the largest number in a key
+        found = [self.find(chunk, wanted) for chunk in small.split(max(1, HITS // self.held(wanted)))]
         scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
-        scores = (scores * size).masked_fill(ids < 0, -torch.inf)
+        scores = (scores.double() * self.width * size).float().masked_fill(ids < 0, -torch.inf)
         return padded(scores.to(queries.device), ids.to(queries.device), k)
 
     def find(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,8 @@ class FaissIvfOptions(DeviceOptions):
     ``seed`` decides what is learned.
     """
 
-    nlist: int | None = Field(None, gt=0)
-    nprobe: int = Field(128, gt=0)
+    nlist: int | None = Field(None, gt=0, lt=2**31)
+    nprobe: int = Field(128, gt=0, lt=2**31)
     seed: int = Field(0, ge=0, lt=2**31)
 
 

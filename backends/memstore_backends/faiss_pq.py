@@ -24,7 +24,7 @@ HALF_RANGE = (2**-12, 65504)  # where the largest number must lie for its float1
 class FaissPqOptions(Options):
     """``k_factor``: how many times k keys are scored again. ``seed``: decides what is learned."""
 
-    k_factor: int = Field(8, gt=0)
+    k_factor: int = Field(8, gt=0, lt=2**31)
     seed: int = Field(0, ge=0, lt=2**31)
 
 

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import hnswlib
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,8 +30,8 @@ class HnswOptions(Options):
     """``m``: links of a key; ``ef_construction``, ``ef_search``: keys held in view while building and searching."""
 
     m: int = Field(16, ge=2, le=1024)
-    ef_construction: int = Field(200, gt=0)
-    ef_search: int = Field(512, gt=0)
+    ef_construction: int = Field(200, gt=0, lt=2**31)
+    ef_search: int = Field(512, gt=0, lt=2**31)
     seed: int = Field(0, ge=0, lt=2**31)
 
 
@@ -48,6 +49,10 @@ class HnswIndex(SavedIndex):
     tunable: ClassVar = {"ef_search": (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)}
     options: HnswOptions
 
+    def __init__(self, options: BaseModel | None = None) -> None:
+        super().__init__(options)
+        self._one = threading.Lock()  # hnswlib keeps how far a search looks in the index, not in the search
+
     def build(self, blocks: Sequence[Tensor]) -> None:
         self.num_keys, self.width = checked_keys(blocks)
         longest = max(float(chunk.double().norm(dim=1).amax()) for _, chunk in float_chunks(blocks))
@@ -61,10 +66,10 @@ class HnswIndex(SavedIndex):
             self._index.add_items(keys.numpy(), labels, num_threads=torch.get_num_threads())
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        checked = checked_queries(queries, self.width, k).detach().cpu()
+        checked = checked_queries(queries, self.width, k).cpu()
         size = checked.abs().amax(1, keepdim=True).clamp_min(1e-30)
         scores, ids = self._search(pad(checked / size * LARGE, (0, 1)), min(k, self.num_keys))
-        scores = scores / LARGE * (2.0**self._exponent / LARGE) * size
+        scores = (scores.double() / LARGE * (2.0**self._exponent / LARGE) * size).float()  # only the result has to fit
         return padded(scores.to(queries.device), ids.to(queries.device), k)
 
     def save(self, path: Path) -> None:
@@ -83,9 +88,10 @@ class HnswIndex(SavedIndex):
         self._index.load_index(str(path))
 
     def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        self._index.set_ef(max(k, self.options.ef_search))
         try:
-            labels, distances = self._index.knn_query(queries.numpy(), k, num_threads=torch.get_num_threads())
+            with self._one:
+                self._index.set_ef(max(k, self.options.ef_search))
+                labels, distances = self._index.knn_query(queries.numpy(), k, num_threads=torch.get_num_threads())
         except RuntimeError:  # the graph leads to fewer than k keys
             return self._scan(queries, k)
         return 1 - torch.from_numpy(distances), torch.from_numpy(labels.view(np.int64)) & (1 << ID_BITS) - 1

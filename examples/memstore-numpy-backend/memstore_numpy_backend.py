@@ -17,7 +17,7 @@ from memstore.vectors import check_finite, checked_keys, checked_queries, padded
 class NumpyOptions(Options):
     """The options of the backend, as they stand under ``[index.options]``."""
 
-    chunk: int = Field(256, gt=0)  # queries compared at once
+    chunk: int = Field(256, gt=0, lt=2**31)  # queries compared at once
 
 
 class NumpyIndex(VectorIndex):

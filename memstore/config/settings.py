@@ -57,6 +57,13 @@ class AutoSettings(_Section):
     target_mass: Share
     small: Name
 
+    @field_validator("small")
+    @classmethod
+    def _is_a_backend(cls, small: str) -> str:
+        if small == AUTO:
+            raise ValueError(f'must name a backend, which "{AUTO}" is not')
+        return small
+
 
 class IndexSettings(_Section):
     """``[index]``: which backend searches a memory; ``options`` are checked by that backend when it is loaded.

@@ -116,6 +116,20 @@ def test_numbers_of_any_size_keep_their_order(cls, key_size, query_size):
     torch.testing.assert_close(scores[:, 0].double(), best, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_as_large_as_there_are_give_scores_or_an_error(dtype):
+    keys, queries = (10 * torch.rand(900, 32, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    keys, queries = (3e37 * keys).to(dtype), queries[:9] + 1  # a sum of such keys is no float32
+    scores, ids = built(FaissFlatIndex, [keys]).search(1e-20 * queries, 900)
+    truth = (1e-20 * queries.double()) @ keys.double().T
+    torch.testing.assert_close(
+        scores.double(), truth.topk(900).values, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0
+    )
+    assert all(len(set(row)) == 900 for row in ids.tolist())
+    with pytest.raises(QueryError, match="too large"):
+        built(FaissFlatIndex, [keys]).search(queries, 3)
+
+
 @learned
 def test_keys_that_cannot_be_clustered_are_refused(cls):
     keys = torch.randn(3000, 8)
@@ -166,9 +180,12 @@ def test_lists_that_are_not_read_leave_slots_empty():
     ("cls", "options"),
     [
         (FaissIvfIndex, {"nlist": 0}),
+        (FaissIvfIndex, {"nlist": 2**64}),
         (FaissIvfIndex, {"nprobe": 0}),
+        (FaissIvfIndex, {"nprobe": 2**64}),
         (FaissIvfIndex, {"seed": -1}),
         (FaissPqIndex, {"k_factor": 0}),
+        (FaissPqIndex, {"k_factor": 2**64}),
         (FaissPqIndex, {"device": "cuda"}),  # for which faiss has no such search
         *((cls, {"device": name}) for cls in ON_GPUS for name in ("gpu", "cuda:", "cuda:x", "cpu:0", "")),
     ],

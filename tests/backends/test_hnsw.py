@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from memstore.errors import IndexBuildError
+from memstore.errors import IndexBuildError, QueryError
 from memstore.testing.processes import in_another_process
 from memstore_backends.hnsw import HnswIndex
 from tests.backends.making import built, digest_of_a_build, exact_ids, mismatched, recall
@@ -94,6 +95,17 @@ def test_keys_that_are_alike_fill_every_slot():
         assert scores.isfinite().all()
 
 
+def test_numbers_as_large_as_there_are_give_scores_or_an_error():
+    keys, queries = (10 * torch.rand(500, 32, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    keys, queries = 3e37 * keys, queries[:9] + 1
+    index = built(HnswIndex, [keys])
+    scores, _ = index.search(1e-20 * queries, 500)
+    truth = (1e-20 * queries.double()) @ keys.double().T
+    torch.testing.assert_close(scores.double(), truth.topk(500).values, rtol=1e-4, atol=0)
+    with pytest.raises(QueryError, match="too large"):
+        index.search(queries, 3)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_keys_that_are_not_finite_are_refused(value):
     keys = torch.randn(300, 8)
@@ -102,7 +114,18 @@ def test_keys_that_are_not_finite_are_refused(value):
         built(HnswIndex, keys.split(150))
 
 
-@pytest.mark.parametrize("options", [{"m": 1}, {"ef_construction": 0}, {"ef_search": 0}, {"seed": -1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"m": 1},
+        {"ef_construction": 0},
+        {"ef_search": 0},
+        {"seed": -1},
+        {"ef_construction": 2**64},
+        {"ef_search": 2**64},
+    ],
+    ids=str,
+)
 def test_wrong_options_are_refused(options):
     with pytest.raises(ValidationError, match=next(iter(options))):
         HnswIndex.Options(**options)
@@ -127,3 +150,28 @@ def test_what_cannot_be_written_or_read_is_an_error_of_the_system(tmp_path):
     index.save(tmp_path / "index")  # it is as good as before
     index.load(tmp_path / "index")
     assert index.num_keys == 30
+
+
+def test_searches_of_several_threads_do_not_disturb_each_other(monkeypatch):
+    """One with a narrow view is held between choosing it and searching, while one with a wide view wants to start."""
+    keys, queries = mismatched(2000)
+    index = built(HnswIndex, [keys], ef_search=10)
+    expected = {k: index.search(queries, k)[1] for k in (10, 900)}
+    inner, found = index._index, {}
+    waiting = threading.Thread(target=lambda: found.update({900: index.search(queries, 900)[1]}))
+
+    class Interrupted:
+        def set_ef(self, ef):
+            inner.set_ef(ef)
+            if ef == 10:
+                waiting.start()
+                waiting.join(0.5)
+
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+    monkeypatch.setattr(index, "_index", Interrupted())
+    found[10] = index.search(queries, 10)[1]
+    waiting.join()
+    assert all(torch.equal(found[k], ids) for k, ids in expected.items())
+    assert not torch.equal(expected[10], expected[900][:, :10])  # the view matters here

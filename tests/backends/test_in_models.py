@@ -52,3 +52,14 @@ def test_a_full_disk_costs_the_file_alone(backend, library, monkeypatch):
         loaded = open_index(opened, backend).indexes["hidden"]
     queries = torch.randn(3, before.width)
     assert torch.equal(loaded.search(queries, 9)[1], before.search(queries, 9)[1])
+
+
+@pytest.mark.parametrize("backend", ["exact", *BACKENDS])
+def test_memories_of_several_dtypes_are_read_together(backend, library):
+    model = build("bart")
+    memories = [read(library, model, dtype, length=200, dtype=dtype) for dtype in ("float16", "float32", "bfloat16")]
+    with memstore.attach(model, *memories, top_k="all"):
+        everything = run(model)
+    with memstore.attach(model, *memories, top_k=599, index=backend, explain=True) as attached:
+        torch.testing.assert_close(run(model), everything, rtol=1e-2, atol=1e-2)
+        assert {reading.document for reading in attached.provenance()} == {"float16", "float32", "bfloat16"}
