@@ -221,7 +221,7 @@ def test_what_is_claimed_of_the_indexes_was_measured() -> None:
         """CPU ms of the cheapest search that reaches 99 % of the mass."""
         (size,) = [size for size in results[dataset]["sizes"] if size["n"] == n]
         rows = [row for row in size["searches"] if (row["backend"], row["dtype"], row["k"]) == (backend, dtype, k)]
-        return min(row["cpu_ms"] for row in rows if row["share"] >= 0.99)
+        return min(float(row["cpu_ms"]) for row in rows if row["share"] >= 0.99)
 
     assert best("mixed/512", 200_000, "faiss-flat", "float32") >= 4 * best("mixed/512", 200_000, "exact", "bfloat16")
     heads = {name for name in results if name.startswith("smollm2/")}
