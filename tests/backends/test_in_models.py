@@ -54,6 +54,7 @@ def test_a_full_disk_costs_the_file_alone(backend, library, monkeypatch):
     assert torch.equal(loaded.search(queries, 9)[1], before.search(queries, 9)[1])
 
 
+@pytest.mark.filterwarnings("ignore::memstore.errors.IndexNotice")
 @pytest.mark.parametrize("backend", ["exact", *BACKENDS])
 def test_memories_of_several_dtypes_are_read_together(backend, library):
     model = build("bart")
