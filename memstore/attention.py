@@ -89,19 +89,22 @@ def read_all(queries: Tensor, blocks: Iterable[Tensor]) -> Partial:
     in the cache, and added to what was summed before.
     """
     chunks = queries.float().split(QUERY_CHUNK)
-    parts = [
-        Partial(chunk.new_full((len(chunk), 1), -torch.inf), chunk.new_zeros((len(chunk), 1)), 0 * chunk)
-        for chunk in chunks
-    ]
+    parts = [nothing_read(chunk, chunk.shape[1]) for chunk in chunks]
     for block in blocks:
         on_cpu = queries.device.type == "cpu"
         for piece in block.split(max(PIECE // block.shape[1], len(chunks[0])) if on_cpu else len(block)):
             rows = piece.to(device=queries.device, dtype=torch.float32)
-            parts = [_with_more(part, chunk @ rows.T, rows) for part, chunk in zip(parts, chunks, strict=True)]
+            parts = [with_more(part, chunk @ rows.T, rows) for part, chunk in zip(parts, chunks, strict=True)]
     return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def _with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
+def nothing_read(queries: Tensor, width: int) -> Partial:
+    """The part of each query [m, d] before any key was read, for values of ``width`` numbers."""
+    m = len(queries)
+    return Partial(queries.new_full((m, 1), -torch.inf), queries.new_zeros((m, 1)), queries.new_zeros((m, width)))
+
+
+def with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
     """The part [m, ...] after more keys, with scores [m, n], all finite, and values [n, d]: FlashAttention's softmax.
 
     m' = max(m, max s_i),  l' = exp(m - m') l + sum exp(s_i - m'),  o' = exp(m - m') o + sum exp(s_i - m') v_i.

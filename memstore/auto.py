@@ -15,8 +15,7 @@ from memstore.manifest import Manifest
 if TYPE_CHECKING:
     from memstore.config import Config
 
-
-ROUNDING = 1e-6
+ROUNDING = 1e-6  # of a share of the attention mass that is computed in float32
 
 
 class Choice(NamedTuple):
@@ -42,7 +41,8 @@ def choose(
     if device.partition(":")[0] != "cpu":
         return Choice(auto.small, f"on {device} every key is scored at once")
     target = f"{auto.target_mass:.1%} of the attention mass"
-    fitting = {r.backend: _time(r) for r in records if reaches(_measured(r, "kept"), auto.target_mass) and _pays(r)}
+    kept = [record for record in records if reaches(_measured(record, "kept"), auto.target_mass)]
+    fitting = {record.backend: _measured(record, "reading_us") for record in kept if _pays(record)}
     if fitting:
         usable = {plugin.name for plugin in installed(registry.BACKENDS) if plugin.available is not False}
         if fastest := min(sorted(fitting.keys() & usable), key=lambda name: fitting[name], default=None):
@@ -63,10 +63,6 @@ def _pays(record: IndexRecord) -> bool:
     return _measured(record, "reading_us") < _measured(record, "small_reading_us", math.inf)
 
 
-def _time(record: IndexRecord) -> float:
-    """Microseconds of CPU time a query of the model takes."""
-    return _measured(record, "reading_us")
-
-
 def _measured(record: IndexRecord, what: str, unknown: float = 0.0) -> float:
+    """What tuning kept of an index: ``kept``, or the microseconds of CPU time that reading takes a query."""
     return cast(float, (record.quality or {}).get(what, unknown))

@@ -138,20 +138,23 @@ def check(
         )
         index = open_index(opened, backend, on_device, str(device) if on_device else "cpu")
         questions = _questions(opened, index.indexes, {layer: q.to(device) for layer, q in sample.items()}, k)
-        tuning = None
+        auto, tuning = load_config().settings.index.auto, None
         if tune:
-            configured = load_config().settings.index.auto.target_mass
-            tuning, layers = _tune(questions, k, configured if target_mass is None else target_mass)
-            if tuning.options or index.record is not None:  # an index that is kept may be chosen for its quality
-                small = open_index(opened, load_config().settings.index.auto.small, on_device)
-                times = {
-                    "reading_us": _reading_us(questions, index.indexes, k),
-                    "small_reading_us": _reading_us(questions, small.indexes, k),
-                }
-                remember(memory, index, tuning.options, _summary(tuning, k) | times)
+            tuning, layers = _tune(questions, k, auto.target_mass if target_mass is None else target_mass)
         else:
             layers = _measure(questions, k)
         total = quality.mean(layers)
+        if tuning and (tuning.options or index.record):  # an index that is kept may be chosen for its quality
+            small = open_index(opened, auto.small, on_device)
+            measured = {
+                "k": k,
+                "target_mass": tuning.target_mass,
+                "reached": tuning.reached,
+                **total.model_dump(),
+                "reading_us": _reading_us(questions, index.indexes, k),
+                "small_reading_us": _reading_us(questions, small.indexes, k),
+            }
+            remember(memory, index, tuning.options, measured)
         options = questions[0].index.options.model_dump(mode="json")
     return CheckReport(
         name=name,
@@ -228,12 +231,6 @@ def _reading_us(questions: Sequence[_Question], indexes: dict[str, VectorIndex],
 def _set(questions: Sequence[_Question], options: dict[str, int]) -> None:
     for question in questions:
         question.index.options = question.index.options.model_copy(update=options)
-
-
-def _summary(tuning: Tuning, k: int) -> dict[str, Any]:
-    """What is kept with the index of how it was tuned."""
-    total = next(trial.total for trial in tuning.trials if trial.options == tuning.options)
-    return {"k": k, "target_mass": tuning.target_mass, "reached": tuning.reached, **total.model_dump()}
 
 
 def _notes(backend: str, k: int, num_tokens: int, total: Quality, tuning: Tuning | None) -> list[str]:

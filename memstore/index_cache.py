@@ -26,7 +26,6 @@ from memstore.catalog import index_lock
 from memstore.errors import (
     DamagedMemoryError,
     IndexNotice,
-    ReadOnlyStoreError,
     StoreBusyError,
     StoreError,
     StoreFullError,
@@ -77,8 +76,7 @@ class IndexCache:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """A context in which this process alone changes the indexes of this memory."""
-        if self.store.mode == "r":
-            raise ReadOnlyStoreError(f'The store {self.store.path} was opened with mode="r". Open it with mode="a".')
+        self.store.check_writable()
         try:
             lock = self.records.lock(index_lock(self.manifest.id), wait=False)
         except StoreBusyError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from memstore.errors import CheckError, DocumentError
+from memstore.errors import CheckError, DocumentError, ReadOnlyStoreError
 from memstore.manifest import PartSpec, WindowRule
 
 if TYPE_CHECKING:
@@ -167,6 +167,11 @@ class RecordStore(ABC):
     def __init__(self, path: Path, mode: Mode, options: BaseModel | None = None) -> None:
         self.path, self.mode = path, mode
         self.options = options if options is not None else type(self).Options()
+
+    def check_writable(self) -> None:
+        """Raises ReadOnlyStoreError for a store that was opened with ``mode="r"``."""
+        if self.mode == "r":
+            raise ReadOnlyStoreError(f'The store {self.path} was opened with mode="r". Open it with mode="a".')
 
     @abstractmethod
     def get(self, key: bytes) -> bytes | None:

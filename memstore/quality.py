@@ -15,9 +15,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, computed_field
 from torch import Tensor
 
-from memstore.attention import QUERY_CHUNK, ROW_CHUNK, Partial, merge, normalise, shifted_exp
+from memstore.attention import QUERY_CHUNK, ROW_CHUNK, Partial, normalise, nothing_read, shifted_exp, with_more
 from memstore.interfaces import VectorIndex
-from memstore.vectors import Rows
+from memstore.vectors import Rows, best_so_far
 
 RUNS = 5  # of which the median counts
 TIMED = 64  # queries of a run
@@ -77,7 +77,7 @@ class Exact(NamedTuple):
 def exact(keys: Sequence[Tensor], values: Sequence[Tensor], queries: Tensor, k: int) -> Exact:
     """Search exactly: one pass over keys [n_i, d] and values [n_i, v] for queries [m, d], on the queries' device."""
     chunks = queries.float().split(QUERY_CHUNK)
-    parts: list[Partial | None] = [None] * len(chunks)
+    parts = [nothing_read(chunk, values[0].shape[1]) for chunk in chunks]
     best = [(chunk.new_empty(len(chunk), 0), chunk.new_empty(len(chunk), 0, dtype=torch.long)) for chunk in chunks]
     longest, start = queries.new_zeros((), dtype=torch.float32), 0
     for block, block_values in zip(keys, values, strict=True):
@@ -86,30 +86,15 @@ def exact(keys: Sequence[Tensor], values: Sequence[Tensor], queries: Tensor, k: 
         longest = torch.maximum(longest, rows.norm(dim=1).amax())
         for i, chunk in enumerate(chunks):
             scores = chunk @ rows.T
-            m = scores.amax(-1, keepdim=True)
-            weights = shifted_exp(scores, m)
-            part, before = Partial(m, weights.sum(-1, keepdim=True), weights @ summed), parts[i]
-            parts[i] = part if before is None else merge([before, part])
-            best[i] = _best(best[i], scores, start, k)
+            parts[i] = with_more(parts[i], scores, summed)
+            best[i] = best_so_far(best[i], scores, start, k)
         start += len(block)
-    everything = Partial(*(torch.cat(tensors) for tensors in zip(*(part for part in parts if part), strict=True)))
+    everything = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
     log_sum = (everything.m + everything.l.log()).squeeze(1)
     scores, ids = (torch.cat(tensors) for tensors in zip(*best, strict=True))
     threshold = scores.amin(1) - EQUAL * longest * queries.float().norm(dim=1)
     _, mass, output = _attend(keys, values, queries, ids, log_sum)
     return Exact(log_sum, threshold, mass, output, normalise(everything))
-
-
-def _best(before: tuple[Tensor, Tensor], scores: Tensor, start: int, k: int) -> tuple[Tensor, Tensor]:
-    """Scores and ids [m, …] of the best k among those found before and the scores [m, n_i] of ids from ``start`` on, in
-    no order."""
-    width = before[1].shape[1]
-    both = torch.cat((before[0], scores), dim=1)
-    best = both.topk(min(k, both.shape[1]), dim=1, sorted=False)
-    ids = best.indices - width + start
-    if width:
-        ids = torch.where(ids < start, before[1].gather(1, best.indices.clamp_max(width - 1)), ids)
-    return best.values, ids
 
 
 def measure(

@@ -14,7 +14,6 @@ from memstore.errors import (
     DamagedMemoryError,
     FormatError,
     MemoryNotFoundError,
-    ReadOnlyStoreError,
     StoreError,
     StoreInUseError,
 )
@@ -226,5 +225,4 @@ class MemoryStore:
 
     def check_writable(self) -> None:
         """Raises ReadOnlyStoreError for a store that was opened with ``mode="r"``."""
-        if self.mode == "r":
-            raise ReadOnlyStoreError(f'The store {self.path} was opened with mode="r". Open it with mode="a".')
+        self.records.check_writable()

@@ -92,6 +92,18 @@ def padded(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise QueryError(f"k={k}: {len(ids)} times so many results do not fit into memory. Use a smaller k.") from error
 
 
+def best_so_far(before: tuple[Tensor, Tensor], scores: Tensor, start: int, k: int) -> tuple[Tensor, Tensor]:
+    """Scores and ids [m, …] of the best k among those found before and the scores [m, n_i] of ids from ``start`` on, in
+    no order."""
+    width = before[1].shape[1]
+    both = torch.cat((before[0], scores), dim=1)
+    best = both.topk(min(k, both.shape[1]), dim=1, sorted=False)
+    ids = best.indices - width + start
+    if width:
+        ids = torch.where(ids < start, before[1].gather(1, best.indices.clamp_max(width - 1)), ids)
+    return best.values, ids
+
+
 class Rows:
     """The rows of blocks [n_i, d], found by their ids 0 … n-1, in a dtype that holds those of all blocks."""
 

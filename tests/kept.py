@@ -51,12 +51,12 @@ class KeptIndex(SavedIndex):
         loaded.append(self.num_keys)
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the backend ``kept`` known through an entry point until the end of the test."""
-    info = folder / "kept-1.0.dist-info"
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "kept") -> None:
+    """Make this backend known by a name through an entry point until the end of the test."""
+    info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kept\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[memstore.backends]\nkept = tests.kept:KeptIndex\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[memstore.backends]\n{name} = tests.kept:KeptIndex\n")
     monkeypatch.syspath_prepend(str(folder))
     built.clear()
     loaded.clear()

@@ -144,6 +144,14 @@ def tokens(count: int, seed: int = 0, rows: int | None = None) -> torch.Tensor:
     return torch.randint(5, VOCAB, (count,) if rows is None else (rows, count), generator=generator)
 
 
+def cross_attentions(model) -> list[Any]:
+    """The cross-attention of every decoder layer, found without an adapter."""
+    decoder = model.get_decoder()
+    if hasattr(decoder, "block"):  # the T5 family
+        return [block.layer[1].EncDecAttention for block in decoder.block]
+    return [layer.encoder_attn for layer in decoder.layers]
+
+
 def decoder_depth(model) -> int:
     config = model.config
     return int(getattr(config, "num_decoder_layers", None) or config.decoder_layers)

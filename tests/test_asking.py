@@ -20,7 +20,7 @@ from memstore.interfaces import ModelAdapter
 from memstore.reading import asking
 from memstore.registry import adapter_for
 from tests import tiny
-from tests.models import DECODERS, ENCODER_DECODERS, build, read
+from tests.models import DECODERS, ENCODER_DECODERS, build, cross_attentions, read
 
 FAMILIES = [*ENCODER_DECODERS, *DECODERS]
 
@@ -75,8 +75,7 @@ def test_an_encoder_decoder_asks_what_its_query_maps_give(library, family):
         states = opened.rows("hidden", 0, 60)[None].clone()
     settings = {"max_length": 33, "do_sample": False, "num_beams": 1}
     t5 = "t5" in family
-    layers = model.get_decoder().block if t5 else model.get_decoder().layers
-    modules = [layer.layer[1].EncDecAttention if t5 else layer.encoder_attn for layer in layers]
+    modules = cross_attentions(model)
     maps = [(module.q, module.k) if t5 else (module.q_proj, module.k_proj) for module in modules]
     prompt = BaseModelOutput(last_hidden_state=states)
     plain = outputs_of([query for query, _ in maps], lambda: model.generate(encoder_outputs=prompt, **settings))

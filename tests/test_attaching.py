@@ -11,7 +11,7 @@ import transformers as tf
 import memstore
 from memstore.errors import AttachError, MemstoreError, PluginError, UnsupportedModelError, WindowExceededError
 from tests import tiny
-from tests.models import build, read, run, tokens
+from tests.models import build, cross_attentions, read, run, tokens
 
 FAMILIES = ["bart", "t5", "llama", "mistral-sliding"]
 SEQ2SEQ = ["bart", "t5"]
@@ -51,8 +51,7 @@ def test_other_layers_see_only_the_prompt(library, family):
     memory = read(library, model)
     with memory.open() as opened:
         states = opened.rows("hidden", 0, 60)[None].clone()
-    blocks = model.get_decoder().block if family == "t5" else model.get_decoder().layers
-    layers = [block.layer[1].EncDecAttention if family == "t5" else block.encoder_attn for block in blocks]
+    layers = cross_attentions(model)
     for i in range(len(layers)):
         hooks = [
             layer.register_forward_pre_hook(widen(states[:, : 60 * (layer is layers[i])]), with_kwargs=True)

@@ -64,11 +64,8 @@ def test_an_index_that_reaches_the_target_is_chosen(memory, large, monkeypatch, 
     assert chosen(memory).backend == backend
 
 
-def test_the_fastest_of_those_is_chosen(memory, large, tmp_path):
-    info = tmp_path / "plugins" / "more-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[memstore.backends]\nmore = tests.kept:KeptIndex\n")
+def test_the_fastest_of_those_is_chosen(memory, large, tmp_path, monkeypatch):
+    kept.install(tmp_path / "more", monkeypatch, "more")
     measure(memory, 0.999, time=3.0)
     measure(memory, 0.991, time=2.0, backend="more")
     assert chosen(memory).backend == "more" and "fastest" in chosen(memory).reason

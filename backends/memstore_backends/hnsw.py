@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from memstore.interfaces import Options, SavedIndex
-from memstore.vectors import CHUNK, checked_keys, checked_queries, float_chunks, padded
+from memstore.vectors import CHUNK, best_so_far, checked_keys, checked_queries, float_chunks, padded
 
 LARGE = 2.0**50  # to which keys and queries are brought: hnswlib computes 1 - score, in which small scores would drown
 ID_BITS, BIAS = 40, 256  # a label is an id, and above it the exponent of the keys: hnswlib's file has no other room
@@ -98,14 +98,13 @@ class HnswIndex(SavedIndex):
 
     def _scan(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """As _search, by scoring every key."""
-        scores, ids = queries[:, :0], torch.empty((len(queries), 0), dtype=torch.int64)
+        best = queries[:, :0], torch.empty((len(queries), 0), dtype=torch.int64)
         for chunk in torch.arange(self.num_keys).split(max(1, CHUNK // self.width)):
-            keys = torch.from_numpy(self._index.get_items(self._labels(int(chunk[0]), int(chunk[-1]) + 1)))
-            scores = torch.cat((scores, queries @ keys.T), dim=1)
-            ids = torch.cat((ids, chunk.expand(len(queries), -1)), dim=1)
-            scores, best = scores.topk(min(k, scores.shape[1]), dim=1)
-            ids = ids.gather(1, best)
-        return scores, ids
+            start = int(chunk[0])
+            keys = torch.from_numpy(self._index.get_items(self._labels(start, start + len(chunk))))
+            best = best_so_far(best, queries @ keys.T, start, k)
+        scores, order = best[0].sort(1, descending=True)
+        return scores, best[1].gather(1, order)
 
     def _labels(self, start: int, end: int) -> Any:
         return np.arange(start, end) + (self._exponent + BIAS << ID_BITS)

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 from memstore.errors import (
     DamagedMemoryError,
-    ReadOnlyStoreError,
     StoreBusyError,
     StoreError,
     StoreFullError,
@@ -102,8 +101,7 @@ class InMemoryRecords(RecordStore):
         return self._content
 
     def _writable(self) -> _Content:
-        if self.mode == "r":
-            raise ReadOnlyStoreError(f'The store {self.path} was opened with mode="r". Open it with mode="a".')
+        self.check_writable()
         return self._opened()
 
 

@@ -30,7 +30,6 @@ import lmdb
 
 from memstore.errors import (
     DamagedMemoryError,
-    ReadOnlyStoreError,
     StoreBusyError,
     StoreError,
     StoreInUseError,
@@ -126,8 +125,7 @@ class LmdbRecords(RecordStore):
         return self._catalog
 
     def _writable(self) -> Catalog:
-        if self.mode == "r":
-            raise ReadOnlyStoreError(f'The store {self.path} was opened with mode="r". Open it with mode="a".')
+        self.check_writable()
         return self._opened()
 
 

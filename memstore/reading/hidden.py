@@ -122,15 +122,15 @@ class HiddenAttachment(Attachment):
         indexes: dict[int, VectorIndex] = {}
         self._shelves = []
         for row in self.rows:
-            total = sum(memory.num_tokens for memory in row)
+            searched = self.top_k != "all" and self.top_k < sum(memory.num_tokens for memory in row)
             for memory in row:
                 if id(memory) not in blocks:
                     blocks[id(memory)] = [block.to(device) for block in self.open_memory(memory).blocks("hidden")]
-                if self.top_k != "all" and self.top_k < total and id(memory) not in indexes:
+                if searched and id(memory) not in indexes:
                     keys = blocks[id(memory)]
                     found = open_index(self.open_memory(memory), self.index, {"hidden": keys}, str(device))
                     indexes[id(memory)] = found.indexes["hidden"]
-            chosen = [indexes[id(memory)] for memory in row] if self.top_k != "all" and self.top_k < total else []
+            chosen = [indexes[id(memory)] for memory in row] if searched else []
             self._shelves.append(Shelf(row, [blocks[id(memory)] for memory in row], chosen))
 
     def _release(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 
@@ -53,3 +55,17 @@ def digest(index, path: Path):
 def digest_of_a_build(cls, dtype, path: Path):
     """The same from nothing, for another process to call."""
     return digest(built(cls, mismatched(2000)[0].to(dtype).split(700)), path)
+
+
+def check_errors_of_files(index, folder, num_keys):
+    """What cannot be written or read is an OSError, after which the index is as good as before."""
+    if Path("/dev/full").exists():
+        with pytest.raises(OSError) as caught:
+            index.save(Path("/dev/full"))
+        assert caught.value.errno == errno.ENOSPC
+    for act in (index.save, index.load):
+        with pytest.raises(FileNotFoundError):
+            act(folder / "nowhere" / "index")
+    index.save(folder / "index")
+    index.load(folder / "index")
+    assert index.num_keys == num_keys

@@ -120,10 +120,7 @@ def test_what_was_measured_of_one_index_is_not_kept_with_another(memory):
 
 
 def test_indexes_of_several_backends_lie_beside_each_other(memory, tmp_path, monkeypatch):
-    info = tmp_path / "plugins" / "more-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[memstore.backends]\nmore = tests.kept:KeptIndex\n")
+    kept.install(tmp_path / "more", monkeypatch, "more")
     memory.store.reindex(memory.name, "kept")
     memory.store.reindex(memory.name, "more")
     assert [record.backend for record in memory.store.indexes(memory.name)] == ["kept", "more"]
