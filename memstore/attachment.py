@@ -31,7 +31,10 @@ class Attachment(ABC):
 
     def __init__(self, adapter: ModelAdapter, rows: Sequence[Sequence[Memory]], explain: bool) -> None:
         self.adapter, self.model, self.explain = adapter, adapter.model, explain
-        self.rows = rows
+        same: dict[tuple[Any, str], Memory] = {}  # one object stands for a memory, however often it was looked up
+        self.rows = [
+            [same.setdefault((memory.store.path, memory.manifest.id), memory) for memory in row] for row in rows
+        ]
         self._opened: dict[int, OpenMemory] = {}
         self._stack = ExitStack()
         self._readings: list[Reading] = []

@@ -6,7 +6,8 @@ Everything is computed in float32, whatever the dtype of the memory: a stored bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -82,19 +83,48 @@ def absorb_values(part: Partial, value_weight: Tensor, value_bias: Tensor | None
     return Partial(part.m, part.l, o)
 
 
-def read_all(queries: Tensor, blocks: Iterable[Tensor]) -> Partial:
+class Scoring(NamedTuple):
+    """What becomes of the inner products of scaled queries [m, d] with a memory's rows before their softmax.
+
+    bias: [m, 1], added to all scores of a query (its key bias), or None. softcap: scores s become
+    softcap · tanh(s / softcap), or None. Both keep the order of a query's scores, so a search need not know of them.
+    """
+
+    bias: Tensor | None = None
+    softcap: float | None = None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """The scores [m, n] of the softmax."""
+        scores = scores if self.bias is None else scores + self.bias
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+
+    def split(self, size: int) -> Iterator[Scoring]:
+        """Those of the queries cut into chunks of ``size``."""
+        if self.bias is None:
+            return repeat(self)
+        return (Scoring(bias, self.softcap) for bias in self.bias.split(size))
+
+
+PLAIN = Scoring()
+
+
+def read_all(queries: Tensor, blocks: Iterable[Tensor], scoring: Scoring = PLAIN) -> Partial:
     """Attend from queries [m, d] to every row of the blocks [n_i, d]; rows are both keys and values.
 
     Queries are scaled already. One pass over the memory: each piece of it is converted, scored and summed while it is
     in the cache, and added to what was summed before.
     """
     chunks = queries.float().split(QUERY_CHUNK)
+    scorings = [each for each, _ in zip(scoring.split(QUERY_CHUNK), chunks, strict=False)]
     parts = [nothing_read(chunk, chunk.shape[1]) for chunk in chunks]
     for block in blocks:
         on_cpu = queries.device.type == "cpu"
         for piece in block.split(max(PIECE // block.shape[1], len(chunks[0])) if on_cpu else len(block)):
             rows = piece.to(device=queries.device, dtype=torch.float32)
-            parts = [with_more(part, chunk @ rows.T, rows) for part, chunk in zip(parts, chunks, strict=True)]
+            parts = [
+                with_more(part, score(chunk @ rows.T), rows)
+                for part, chunk, score in zip(parts, chunks, scorings, strict=True)
+            ]
     return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -118,7 +148,7 @@ def with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
     return Partial(part.m, part.l + weights.sum(-1, keepdim=True), torch.addmm(part.o, weights, values))
 
 
-def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor) -> Partial:
+def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor, scoring: Scoring = PLAIN) -> Partial:
     """Attend from each query [m, d] to its own rows ids [m, k]; id -1 is an empty slot.
 
     ``gather`` returns the rows of flat ids [j] as [j, d]. The index only chose the rows: their scores are computed
@@ -126,35 +156,50 @@ def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor) 
     """
     at_once = max(1, ROW_CHUNK // (ids.shape[1] * queries.shape[1]))
     parts = []
-    for some, chosen in zip(queries.float().split(at_once), ids.split(at_once), strict=True):
+    chunks = zip(queries.float().split(at_once), ids.split(at_once), strict=True)
+    for (some, chosen), score in zip(chunks, scoring.split(at_once), strict=False):
         rows = gather(chosen.clamp_min(0).flatten()).float().view(*chosen.shape, -1)
-        scores = torch.einsum("md,mkd->mk", some, rows)
+        scores = score(torch.einsum("md,mkd->mk", some, rows))
         parts.append(partial_attention(scores.masked_fill(chosen < 0, -torch.inf), rows))
     return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 def ordinary_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """Scaled dot-product attention of query [B, H, T, c] over key and value [B, G, n, c], as a mergeable part.
 
     G key-value heads are shared by groups of H / G heads. ``mask`` [B or 1, 1 or H, T, n] is boolean (True is seen),
-    additive, or None (everything is seen); ``bias`` is added to the scores (T5's relative positions).
+    additive, or None (everything is seen); ``bias`` is added to the scores (T5's relative positions), which are
+    soft-capped first (Gemma's).
     """
     parts = [
-        _ordinary_chunk(chunk, key, value, _rows(mask, start), scaling, _rows(bias, start))
+        _ordinary_chunk(chunk, key, value, _rows(mask, start), scaling, _rows(bias, start), softcap)
         for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(t, dim=2) for t in zip(*parts, strict=True)))
 
 
 def _ordinary_chunk(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, bias: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    bias: Tensor | None,
+    softcap: float | None,
 ) -> Partial:
     b, h, t, c = query.shape
     groups, n = key.shape[1], key.shape[2]
     grouped = query.float().reshape(b, groups, -1, c)  # heads of one group stand together: [B, G, H/G * T, c]
     scores = (grouped @ key.float().transpose(2, 3)).view(b, h, t, n) * scaling
+    scores = Scoring(softcap=softcap)(scores)
     if bias is not None:
         scores = scores + bias
     if mask is not None and mask.dtype == torch.bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, ConfigError, UnsupportedModelError
 from memstore.hooks import tapped
 from memstore.interfaces import ModelAdapter
@@ -21,25 +22,6 @@ from memstore.reading.chat import chat_frame
 from memstore.reading.hidden import HiddenAttachment
 from memstore.reading.kv import KvAttachment
 from memstore.reading.rotary import unrotate
-
-
-class CrossAttention(NamedTuple):
-    """One decoder layer's attention over the encoder: where it stands and its plain linear maps."""
-
-    module: nn.Module
-    layer_idx: int
-    num_heads: int
-    key: nn.Linear
-    value: nn.Linear
-
-
-def plain_linear(module: nn.Module, owner: nn.Module) -> nn.Linear:
-    """``module`` as the plain linear map that absorbed projections need, else UnsupportedModelError."""
-    if type(module) is not nn.Linear:
-        raise UnsupportedModelError(
-            f"{type(owner).__name__} projects with {type(module).__name__}; absorbing needs a plain nn.Linear."
-        )
-    return module
 
 
 def checked_rule(window: int, overlap: int | None, context: str, limit: int | None) -> WindowRule:
@@ -96,7 +78,7 @@ class EncoderDecoderAdapter(ModelAdapter):
     @property
     def width(self) -> int:
         """d, the width of an encoder state."""
-        return self.cross_attentions()[0].key.in_features
+        return int(self.cross_attentions()[0].key.weight.shape[1])
 
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows overlap by one half and the middle half is kept, as in Unlimiformer, section 2.1."""

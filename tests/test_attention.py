@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from memstore import attention
 from memstore.attention import (
     Partial,
+    Scoring,
     absorb_keys,
     absorb_values,
     merge,
@@ -22,6 +23,7 @@ from memstore.attention import (
     read_rows,
     split_heads,
 )
+from memstore.cross_attention import CrossAttention
 
 
 def plain(query, key, value, scaling, mask=None):
@@ -113,3 +115,33 @@ def test_ordinary_attention_with_grouped_heads_and_masks(length, kind):
     mask = {"none": None, "boolean": seen, "additive": torch.where(seen, 0.0, torch.finfo(torch.float32).min)}[kind]
     output = normalise(ordinary_attention(query, key, value, mask, 0.5))
     assert (output - plain(query, key, value, 0.5, None if kind == "none" else seen)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("groups", [6, 2])
+@torch.no_grad()
+def test_key_bias_and_soft_capping_are_those_of_the_plain_model(groups, softcap, monkeypatch):
+    """Grouped heads, a bias on the keys and capped scores: the same as making all keys and values."""
+    monkeypatch.setattr(attention, "QUERY_CHUNK", 7)
+    heads, c, d, n = 6, 5, 16, 40
+    key, value = torch.nn.Linear(d, groups * c), torch.nn.Linear(d, groups * c)
+    cross = CrossAttention(torch.nn.Identity(), 0, heads, key, value, groups, softcap)
+    query, states = torch.randn(2, heads, 3, c), torch.randn(n, d)
+    made = [
+        (states @ m.weight.T + m.bias).view(1, n, groups, c).transpose(1, 2).expand(2, -1, -1, -1) for m in (key, value)
+    ]
+    keys, values = (x.double().repeat_interleave(heads // groups, dim=1) for x in made)
+    scores = query.double() @ keys.transpose(2, 3) * 0.7
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    expected, total = (scores.softmax(-1) @ values).float(), scores.logsumexp(-1, keepdim=True).float()
+    flat = cross.absorb(query, 0.7).flatten(0, 2)
+    bias = cross.key_bias(query, 0.7)
+    assert bias is not None
+    scoring = Scoring(bias.flatten(0, 2), softcap)
+    ids = torch.arange(n).expand(len(flat), -1)
+    for part in (read_all(flat, states.split(11), scoring), read_rows(flat, states.__getitem__, ids, scoring)):
+        read = cross.values(Partial(*(tensor.unflatten(0, query.shape[:3]) for tensor in part)))
+        torch.testing.assert_close(normalise(read), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(read.l.log() + read.m, total, atol=1e-5, rtol=1e-5)
+    plain_part = ordinary_attention(query, made[0], made[1], None, 0.7, softcap=softcap)
+    torch.testing.assert_close(normalise(plain_part), expected, atol=1e-5, rtol=1e-5)

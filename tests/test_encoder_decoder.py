@@ -106,6 +106,22 @@ def test_rows_with_their_own_memories(model, library):
     assert (together - torch.cat(alone)).abs().max() < EXACT
 
 
+@pytest.mark.parametrize("top_k", ["all", 24])
+def test_rows_that_share_memories_in_any_order(library, top_k):
+    """Each memory is passed over once for all rows, and each row gets what it would get alone."""
+    model = build("bart")
+    one, two, three = (library.encode(model, input_ids=tokens(30 + i, seed=i), name=str(i)) for i in range(3))
+    rows = [[one, two], [three], [two, one], [library["0"], library["1"]], [two, three, one]]
+    answer = tokens(4, seed=1, rows=2 * len(rows))  # two beams a row
+    alone = []
+    for i, row in enumerate(rows):
+        with memstore.attach(model, *row, top_k=top_k) as attached:
+            alone.append(logits(model, attached.empty_prompt(2), answer[2 * i : 2 * i + 2]))
+    with memstore.attach(model, rows=rows, top_k=top_k) as attached:
+        together = logits(model, attached.empty_prompt(len(answer)), answer)
+    assert (together - torch.cat(alone)).abs().max() < EXACT
+
+
 def keep_best(model, k):
     """Let every cross-attention of the plain model see only the k best keys of each head and query."""
     crossing = {attention.module for attention in adapter_for(model)(model).cross_attentions()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from memstore.families import CrossAttention, EncoderDecoderAdapter, plain_linear
+from memstore.cross_attention import CrossAttention, plain_linear
+from memstore.families import EncoderDecoderAdapter
 
 
 class BartAdapter(EncoderDecoderAdapter):

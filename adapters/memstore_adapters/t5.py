@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memstore.families import CrossAttention, EncoderDecoderAdapter, plain_linear
+from memstore.cross_attention import CrossAttention, plain_linear
+from memstore.families import EncoderDecoderAdapter
 
 
 class T5Adapter(EncoderDecoderAdapter):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from memstore.attention import absorb_keys, split_heads
 from memstore.errors import CheckError, HookError
 from memstore.evaluating import evaluating
 from memstore.hooks import tapped
@@ -78,8 +77,8 @@ def written_queries(adapter: EncoderDecoderAdapter, opened: OpenMemory) -> dict[
         for i, attention in enumerate(attentions):
             query = torch.cat(asked[i], dim=2)
             kept = _spread(query.shape[2], len(attentions) * attention.num_heads * adapter.width)
-            absorbed = absorb_keys(query[:, :, kept], split_heads(attention.key.weight, attention.num_heads))
-            queries[attention.layer_idx] = (absorbed * scalings[i])[0].transpose(0, 1).contiguous().cpu()
+            absorbed = attention.absorb(query[:, :, kept], scalings[i])
+            queries[attention.layer_idx] = absorbed[0].transpose(0, 1).contiguous().cpu()
     return queries
 
 

@@ -12,31 +12,20 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from memstore.attachment import Attachment, TopK, restart
-from memstore.attention import (
-    Partial,
-    absorb_keys,
-    absorb_values,
-    merge,
-    normalise,
-    ordinary_attention,
-    read_all,
-    read_rows,
-    shifted_exp,
-    split_heads,
-)
+from memstore.attention import Partial, Scoring, merge, normalise, ordinary_attention, shifted_exp
+from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation
 from memstore.indexes import check_backend, open_index
-from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import readings
 from memstore.reading.passes import checked_layers, device_of, empty_cache, find_cache, finish
-from memstore.vectors import Rows
+from memstore.reading.shelves import Looked, Shelves, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from memstore.families import CrossAttention, EncoderDecoderAdapter
+    from memstore.families import EncoderDecoderAdapter
 
 
 @dataclass
@@ -51,27 +40,6 @@ class EmptyPrompt(BaseModelOutput):
 def _check_room(what: str, num_tokens: int, limit: int | None) -> None:
     if limit is not None and num_tokens > limit:
         raise WindowExceededError(f"{what} needs {num_tokens} positions, and the model has {limit}.")
-
-
-class Shelf:
-    """The memories of one row, in one order of token ids: where their blocks are, and the index of each."""
-
-    def __init__(self, memories: Sequence[Memory], blocks: Sequence[list[Tensor]], indexes: Sequence[VectorIndex]):
-        self.memories, self.indexes = memories, indexes
-        self.blocks = [block for each in blocks for block in each]
-        self.gather = Rows(self.blocks)  # rows [j, d] of ids [j]
-        self.offsets = [0]
-        for memory in memories:
-            self.offsets.append(self.offsets[-1] + memory.num_tokens)
-
-    def search(self, queries: Tensor, k: int) -> Tensor:
-        """Ids [m, k] of the best rows over all memories for queries [m, d]."""
-        found = [index.search(queries, k) for index in self.indexes]
-        scores = torch.cat([scores for scores, _ in found], dim=1)
-        ids = torch.cat(
-            [torch.where(ids < 0, ids, ids + offset) for (_, ids), offset in zip(found, self.offsets, strict=False)], 1
-        )
-        return ids if len(found) == 1 else ids.gather(1, scores.topk(min(k, scores.shape[1])).indices)
 
 
 class HiddenAttachment(Attachment):
@@ -103,7 +71,7 @@ class HiddenAttachment(Attachment):
         self.top_k, self.index = adapter.native_window if top_k is None else top_k, index
         self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
         self.layers = checked_layers(layers, len(self.attentions))
-        self._shelves: list[Shelf] = []
+        self._shelves: Shelves | None = None
         self._no_prompt = False
 
     def empty_prompt(self, batch_size: int = 1) -> EmptyPrompt:
@@ -117,24 +85,18 @@ class HiddenAttachment(Attachment):
         return EmptyPrompt(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=self.model.device))
 
     def _prepare(self) -> None:
-        device = device_of(self.model)
-        blocks: dict[int, list[Tensor]] = {}
-        indexes: dict[int, VectorIndex] = {}
-        self._shelves = []
-        for row in self.rows:
-            searched = self.top_k != "all" and self.top_k < sum(memory.num_tokens for memory in row)
-            for memory in row:
-                if id(memory) not in blocks:
-                    blocks[id(memory)] = [block.to(device) for block in self.open_memory(memory).blocks("hidden")]
-                if searched and id(memory) not in indexes:
-                    keys = blocks[id(memory)]
-                    found = open_index(self.open_memory(memory), self.index, {"hidden": keys}, str(device))
-                    indexes[id(memory)] = found.indexes["hidden"]
-            chosen = [indexes[id(memory)] for memory in row] if searched else []
-            self._shelves.append(Shelf(row, [blocks[id(memory)] for memory in row], chosen))
+        self._shelves = Shelves(self.rows, None if self.top_k == "all" else self.top_k, self._source)
+
+    def _source(self, memory: Memory, searched: bool) -> Source:
+        device, opened = device_of(self.model), self.open_memory(memory)
+        blocks = [block.to(device) for block in opened.blocks("hidden")]
+        if not searched:
+            return Source(memory, blocks)
+        found = open_index(opened, self.index, {"hidden": blocks}, str(device))
+        return Source(memory, blocks, found.indexes["hidden"])
 
     def _release(self) -> None:
-        self._shelves.clear()
+        self._shelves = None
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         return {
@@ -189,33 +151,20 @@ class HiddenAttachment(Attachment):
         """The attention function of a hooked cross-attention: memories, and the prompt unless it is empty."""
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        absorbed = absorb_keys(query, split_heads(attention.key.weight, attention.num_heads)) * scaling
-        chosen: list[Tensor | None] = []
-        parts: list[Partial] = []
-        for shelf, (_, batch_rows) in zip(self._shelves, self._groups(len(query)), strict=True):
-            queries = absorbed[batch_rows]
-            flat = queries.flatten(0, 2)
-            ids = shelf.search(flat, int(self.top_k)) if shelf.indexes else None
-            part = read_all(flat, shelf.blocks) if ids is None else read_rows(flat, shelf.gather, ids)
-            parts.append(Partial(*(tensor.unflatten(0, queries.shape[:3]) for tensor in part)))
-            chosen.append(ids)
-        memory = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-        if attention.key.bias is not None:  # adds q·b_k to every score of the memory: the prompt's keys have it too
-            bias = split_heads(attention.key.bias, attention.num_heads).float()
-            memory = memory._replace(
-                m=memory.m + torch.einsum("bhtc,hc->bht", query.float(), bias)[..., None] * scaling
-            )
-        value_bias = attention.value.bias
-        memory = absorb_values(
-            memory,
-            split_heads(attention.value.weight, attention.num_heads),
-            None if value_bias is None else split_heads(value_bias, attention.num_heads),
-        )
-        total = memory
+        assert self._shelves is not None
+        self._groups(len(query))
+        bias = attention.key_bias(query, scaling)
+        # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once.
+        inside = Scoring() if attention.softcap is None else Scoring(bias, attention.softcap)
+        memory, looked = self._shelves.read(attention.absorb(query, scaling), inside)
+        if bias is not None and attention.softcap is None:
+            memory = memory._replace(m=memory.m + bias)
+        memory = total = attention.values(memory)
         if not self._no_prompt:
-            total = merge([memory, ordinary_attention(query, key, value, mask, scaling, position_bias)])
+            prompt = ordinary_attention(query, key, value, mask, scaling, position_bias, attention.softcap)
+            total = merge([memory, prompt])
         if self.explain:
-            self._explain(attention.layer_idx, absorbed, chosen, memory, total)
+            self._explain(attention.layer_idx, looked, memory, total)
         return finish(normalise(total), query), None
 
     def _read_prompt(
@@ -227,29 +176,26 @@ class HiddenAttachment(Attachment):
             return finish(torch.zeros_like(query), query), None
         return base_attention(module, base_implementation(module))(module, query, *args, **kwargs)
 
-    def _explain(
-        self, layer: int, absorbed: Tensor, chosen: Sequence[Tensor | None], memory: Partial, total: Partial
-    ) -> None:
+    def _explain(self, layer: int, looked: Sequence[Looked], memory: Partial, total: Partial) -> None:
         """Note the weights that the last position of every row gave, mean over heads, as they were used."""
         share = (memory.l * shifted_exp(memory.m, total.m) / total.l)[:, :, -1]  # of all attention, [B, H, 1]
-        for shelf, ids, (_, rows) in zip(self._shelves, chosen, self._groups(len(absorbed)), strict=True):
-            b, h, t, _ = absorbed[rows].shape
-            for b_idx in range(b):
-                queries = absorbed[rows][b_idx, :, -1]
+        for shelf, batch_rows, asked, scoring, ids in looked:
+            for i, row in enumerate(batch_rows):
+                queries, num_heads = asked[i, :, -1], asked.shape[1]
+                score = scoring if scoring.bias is None else scoring._replace(bias=scoring.bias[i, :, -1])
                 if ids is None:
                     token_ids = torch.arange(shelf.offsets[-1], device=queries.device)
-                    scores = torch.cat([queries @ block.float().T for block in shelf.blocks], dim=1)
-                    weights = (scores.softmax(-1) * share[rows][b_idx]).mean(0)
+                    scores = score(torch.cat([queries @ block.float().T for block in shelf.gather.blocks], dim=1))
+                    weights = (scores.softmax(-1) * share[row]).mean(0)
                 else:
-                    picked = ids.view(b, h, t, -1)[b_idx, :, -1]
+                    picked = ids[i, :, -1]
                     states = shelf.gather(picked.clamp_min(0).flatten()).float().view(*picked.shape, -1)
-                    scores = torch.einsum("hd,hkd->hk", queries, states).masked_fill(picked < 0, -torch.inf)
-                    spread = (scores.softmax(-1) * share[rows][b_idx] / h).flatten()
+                    scores = score(torch.einsum("hd,hkd->hk", queries, states)).masked_fill(picked < 0, -torch.inf)
+                    spread = (scores.softmax(-1) * share[row] / num_heads).flatten()
                     token_ids, where = picked.clamp_min(0).flatten().unique(return_inverse=True)
                     weights = spread.new_zeros(len(token_ids)).index_add_(0, where, spread)
-                row = rows.start + b_idx
-                for document, start, stop in zip(shelf.memories, shelf.offsets, shelf.offsets[1:], strict=False):
+                for source, start, stop in zip(shelf.sources, shelf.offsets, shelf.offsets[1:], strict=False):
                     inside = (token_ids >= start) & (token_ids < stop)
                     self._readings.extend(
-                        readings(self._step, row, layer, document, token_ids[inside] - start, weights[inside])
+                        readings(self._step, row, layer, source.memory, token_ids[inside] - start, weights[inside])
                     )
