@@ -53,12 +53,14 @@ def load(group: str, name: str, base: type | None = None) -> type[Any]:
 
 
 def adapter_for(model: Any) -> type[Any]:
-    """The adapter class for a transformers model, by its ``config.model_type``.
+    """The adapter class for a transformers model: the one that claims its ``config.model_type``, else one that serves
+    unknown models and would try this one.
 
-    Raises UnsupportedModelError when none knows it, PluginError when two claim it.
+    Raises UnsupportedModelError when there is neither, PluginError when there are two.
     """
     model_type = model.config.model_type
     claims: dict[str, type[Any]] = {}
+    willing: dict[str, type[Any]] = {}
     supported: set[str] = set()
     broken: list[str] = []
     for name, entry in entries(ADAPTERS).items():
@@ -70,6 +72,9 @@ def adapter_for(model: Any) -> type[Any]:
         supported.update(adapter.model_types)
         if model_type in adapter.model_types:
             claims[name] = adapter
+        elif not adapter.model_types and adapter.serves_unknown(model):
+            willing[name] = adapter
+    claims = claims or willing
     if len(claims) > 1:
         raise PluginError(
             f"The adapters {' and '.join(claims)} both claim model_type {model_type!r}. "

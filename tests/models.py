@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-VOCAB = 120
+from tests.composed import COMPOSED, VOCAB
 
 
 def _bart_like(model: type, config: type, **extra) -> Callable[[], Any]:
@@ -100,8 +100,13 @@ DECODERS = {
 
 def build(family: str, seed: int = 0):
     """A tiny model in evaluation mode, the same for the same seed."""
+    return randomised({**ENCODER_DECODERS, **DECODERS, **COMPOSED}[family], seed)
+
+
+def randomised(make: Callable[[], Any], seed: int = 0):
+    """A model that ``make`` makes, in evaluation mode, with all of its parameters moved off their initial values."""
     torch.manual_seed(seed)
-    model = {**ENCODER_DECODERS, **DECODERS}[family]()
+    model = make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -176,7 +176,7 @@ def test_the_readme_lists_every_plugin(group: str) -> None:
     for plugin in registry.plugins(group):
         if plugin.distribution == "memstore-attention":
             known = getattr(registry.load(group, plugin.name), "model_types", ())
-            assert {f"`{model_type}`" for model_type in known} <= set(re.findall(r"`\w+`", rows.pop(plugin.name)))
+            assert {f"`{model_type}`" for model_type in known} <= set(re.findall(r"`[\w-]+`", rows.pop(plugin.name)))
 
 
 def test_the_page_of_errors_is_up_to_date() -> None:

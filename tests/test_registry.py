@@ -22,7 +22,8 @@ def model(model_type: str) -> Any:
 def test_the_built_in_plugins_are_listed() -> None:
     found = {(p.group, p.name) for p in registry.plugins() if p.distribution == "memstore-attention"}
     assert found == {
-        *((registry.ADAPTERS, name) for name in ("bart", "llama", "t5", "whisper")),
+        *((registry.ADAPTERS, name) for name in ("bart", "encoder-decoder", "generic", "led", "llama")),
+        *((registry.ADAPTERS, name) for name in ("t5", "whisper")),
         *((registry.BACKENDS, name) for name in ("exact", "faiss-flat", "faiss-ivf", "faiss-pq", "hnsw")),
         *((registry.BACKENDS, name) for name in ("in-memory", "lmdb")),
     }
@@ -95,6 +96,13 @@ def test_what_cannot_be_imported_says_why(distribution: Distribution, source: st
 
 
 ADAPTER = "class A: model_types = ('mymodel', 'other')\nclass B: model_types = ('other',)\n"
+WILLING = """
+class Willing:
+    model_types = ()
+    @classmethod
+    def serves_unknown(cls, model):
+        return model.config.model_type != "rwkv"
+"""
 
 
 @pytest.fixture
@@ -103,13 +111,17 @@ def adapters(distribution: Distribution, monkeypatch: pytest.MonkeyPatch) -> Non
     distribution(
         "third",
         registry.ADAPTERS,
-        {"a": "third_adapters:A", "b": "third_adapters:B", "broken": "third_broken:C"},
-        {"third_adapters": ADAPTER, "third_broken": "import nowhere_at_all"},
+        {"a": "third_adapters:A", "b": "third_adapters:B", "broken": "third_broken:C", "w": "third_willing:Willing"},
+        {"third_adapters": ADAPTER, "third_broken": "import nowhere_at_all", "third_willing": WILLING},
     )
 
 
 def test_the_adapter_is_chosen_by_model_type(adapters: None) -> None:
     assert registry.adapter_for(model("mymodel")).__name__ == "A"
+
+
+def test_an_adapter_that_serves_unknown_models_is_tried_where_no_other_claims_one(adapters: None) -> None:
+    assert registry.adapter_for(model("unheard-of")).__name__ == "Willing"
 
 
 def test_two_adapters_for_one_model_type_are_both_named(adapters: None) -> None:

@@ -65,7 +65,7 @@ def written_queries(adapter: EncoderDecoderAdapter, opened: OpenMemory) -> dict[
         asked.setdefault(i, []).append(query)
         scalings[i] = scaling
 
-    room = getattr(model.config, "max_target_positions", adapter.max_window)
+    room = adapter.max_target
     written = WRITTEN if room is None else max(1, min(WRITTEN, room // 2))  # and its start needs some
     queries: dict[int, Tensor] = {}
     with evaluating(model):

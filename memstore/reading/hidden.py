@@ -123,8 +123,7 @@ class HiddenAttachment(Attachment):
         if isinstance(tokens := kwargs.get("decoder_input_ids"), Tensor):
             cache = find_cache(given)
             past = 0 if cache is None else int(cache.get_seq_length())
-            limit = getattr(self.model.config, "max_target_positions", self.adapter.max_window)
-            _check_room("What is generated", past + tokens.shape[1], limit)
+            _check_room("What is generated", past + tokens.shape[1], self.adapter.max_target)
         self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from memstore.testing import ModelAdapterContract
 from memstore_adapters.bart import BartAdapter
+from memstore_adapters.encoder_decoder import ComposedAdapter
+from memstore_adapters.generic import GenericAdapter
+from memstore_adapters.led import LEDAdapter
 from memstore_adapters.llama import LlamaAdapter
 from memstore_adapters.t5 import T5Adapter
 from memstore_adapters.whisper import WhisperAdapter
@@ -51,6 +55,30 @@ class TestMT5(OfFamily):
 
 class TestUMT5(OfFamily):
     adapter, family = T5Adapter, "umt5"
+
+
+class TestLED(OfFamily):
+    adapter, family = LEDAdapter, "led"
+
+    def batch(self) -> dict[str, Any]:
+        """With the global token that each window is read with."""
+        batch = super().batch()
+        everywhere = torch.zeros_like(batch["input_ids"])
+        everywhere[:, 0] = 1
+        return batch | {"global_attention_mask": everywhere}
+
+
+class TestBertAndGpt2(OfFamily):
+    adapter, family = ComposedAdapter, "bert-gpt2"
+
+
+class TestRobertaAndRoberta(OfFamily):
+    adapter, family = ComposedAdapter, "roberta-roberta"
+
+
+@pytest.mark.filterwarnings("ignore::memstore.errors.GenericAdapterNotice")
+class TestUnknown(OfFamily):
+    adapter, family = GenericAdapter, "made-up"
 
 
 class TestLlama(OfFamily):
