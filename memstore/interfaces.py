@@ -233,6 +233,9 @@ class ModelAdapter(ABC):
 
     model_types: ClassVar[tuple[str, ...]]
     kind: ClassVar[str]
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Related model types that cannot be served, each with what in that family prevents it. An adapter that claims one
+    of them all the same is used."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

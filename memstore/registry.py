@@ -55,11 +55,12 @@ def load(group: str, name: str, base: type | None = None) -> type[Any]:
 def adapter_for(model: Any) -> type[Any]:
     """The adapter class for a transformers model, by its ``config.model_type``.
 
-    Raises UnsupportedModelError when none knows it, PluginError when two claim it.
+    Raises UnsupportedModelError when none knows it, with the reason where one is known, PluginError when two claim it.
     """
     model_type = model.config.model_type
     claims: dict[str, type[Any]] = {}
     supported: set[str] = set()
+    reasons: dict[str, str] = {}
     broken: list[str] = []
     for name, entry in entries(ADAPTERS).items():
         try:
@@ -68,12 +69,17 @@ def adapter_for(model: Any) -> type[Any]:
             broken.append(str(error))
             continue
         supported.update(adapter.model_types)
+        reasons.update(getattr(adapter, "refused", {}))
         if model_type in adapter.model_types:
             claims[name] = adapter
     if len(claims) > 1:
         raise PluginError(
             f"The adapters {' and '.join(claims)} both claim model_type {model_type!r}. "
             "Uninstall the distribution of one of them (`memstore plugins` shows them)."
+        )
+    if not claims and model_type in reasons:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type {model_type!r}) cannot read a memory: {reasons[model_type]}."
         )
     if not claims:
         known = ", ".join(sorted(supported)) or "none"
