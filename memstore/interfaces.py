@@ -234,6 +234,9 @@ class ModelAdapter(ABC):
     model_types: ClassVar[tuple[str, ...]]
     """The ``config.model_type`` of every model it knows; empty for an adapter that serves those which none knows."""
     kind: ClassVar[str]
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Related model types that cannot be served, each with what in that family prevents it. An adapter that claims one
+    of them all the same is used."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -56,12 +56,14 @@ def adapter_for(model: Any) -> type[Any]:
     """The adapter class for a transformers model: the one that claims its ``config.model_type``, else one that serves
     unknown models and would try this one.
 
-    Raises UnsupportedModelError when there is neither, PluginError when there are two.
+    Raises UnsupportedModelError when there is neither, or the type is refused with a reason; PluginError when there are
+    two.
     """
     model_type = model.config.model_type
     claims: dict[str, type[Any]] = {}
     willing: dict[str, type[Any]] = {}
     supported: set[str] = set()
+    reasons: dict[str, str] = {}
     broken: list[str] = []
     for name, entry in entries(ADAPTERS).items():
         try:
@@ -70,10 +72,15 @@ def adapter_for(model: Any) -> type[Any]:
             broken.append(str(error))
             continue
         supported.update(adapter.model_types)
+        reasons.update(getattr(adapter, "refused", {}))
         if model_type in adapter.model_types:
             claims[name] = adapter
         elif not adapter.model_types and adapter.serves_unknown(model):
             willing[name] = adapter
+    if not claims and model_type in reasons:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type {model_type!r}) cannot read a memory: {reasons[model_type]}."
+        )
     claims = claims or willing
     if len(claims) > 1:
         raise PluginError(

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that need a seam of their own, and one of a family that nobody knows."""
+"""Tiny models that are composed of two, and one of a family that no adapter knows."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from typing import Any
 import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-VOCAB = 120
+from tests.models import VOCAB
+
 SPECIAL: dict[str, Any] = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 48,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 6,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-}
 BART: dict[str, Any] = {"d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 6, "decoder_ffn_dim": 64}
 OWN_NAMES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 70, "n_embd": 48, "n_layer": 2, "n_head": 6},
@@ -29,13 +20,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 32},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
 }
-
-
-def led() -> Any:
-    """Its encoder has 70 positions, and pads to a multiple of 16."""
-    positions: dict[str, Any] = {"max_encoder_position_embeddings": 70, "max_decoder_position_embeddings": 40}
-    config = tf.LEDConfig(attention_window=[8, 16], decoder_start_token_id=2, **positions, **SPECIAL, **SIZES)
-    return tf.LEDForConditionalGeneration(config)
 
 
 def composed(encoder: str, decoder: str) -> Any:
@@ -69,15 +53,3 @@ class MadeUp(tf.BartForConditionalGeneration):
     """BART by another name."""
 
     config_class = MadeUpConfig
-
-
-def made_up() -> Any:
-    return MadeUp(MadeUpConfig(max_position_embeddings=64, decoder_start_token_id=2, **SPECIAL, **SIZES))
-
-
-COMPOSED = {
-    "led": led,
-    "bert-gpt2": lambda: composed("bert", "gpt2"),
-    "roberta-roberta": lambda: composed("roberta", "roberta"),
-    "made-up": made_up,
-}

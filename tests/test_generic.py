@@ -15,8 +15,7 @@ import memstore
 from memstore.errors import GenericAdapterNotice, UnsupportedModelError
 from memstore.registry import adapter_for
 from memstore_adapters.generic import GenericAdapter
-from tests.composed import made_up
-from tests.models import build, randomised, tokens
+from tests.models import build, tokens
 from tests.test_attachment import traces
 
 EXACT = 1e-4
@@ -24,7 +23,7 @@ ANSWER = tokens(7, seed=1, rows=1)
 
 
 def unknown() -> Any:
-    return randomised(made_up)
+    return build("made-up")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from memstore.cross_attention import CrossAttention, plain_linear
 from memstore.errors import GenericAdapterNotice, MemstoreError, UnsupportedModelError
@@ -21,6 +20,7 @@ from memstore.evaluating import evaluating
 from memstore.families import EncoderDecoderAdapter
 from memstore.memory import Memory
 from memstore.reading.hidden import HiddenAttachment
+from memstore.reading.passes import EncoderStates
 from memstore.reading.shelves import Source
 from memstore_adapters.probing import Found, find, logits
 
@@ -133,7 +133,7 @@ def _read_and_compare(model: PreTrainedModel) -> tuple[list[Found], float]:
     encoder = cast(Any, model.get_encoder())
     states, before = (encoder(ids).last_hidden_state for ids in (document, prompt))
     adapter = GenericAdapter(model, found := find(model, states, answer))
-    joined = BaseModelOutput(last_hidden_state=torch.cat((before, states), dim=1))
+    joined = EncoderStates(last_hidden_state=torch.cat((before, states), dim=1))
     alone = logits(model, input_ids=document, decoder_input_ids=answer)
     changed = alone - logits(model, input_ids=other, decoder_input_ids=answer)
     both = logits(model, encoder_outputs=joined, decoder_input_ids=answer)

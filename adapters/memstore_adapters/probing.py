@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from memstore.errors import UnsupportedModelError
 from memstore.hooks import base_attention, base_implementation, install
+from memstore.reading.passes import EncoderStates
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def find(model: PreTrainedModel, states: Tensor, answer: Tensor) -> list[Found]:
     """
     calls: list[Call] = []
     with _linear_maps_fed(model, states) as fed, _attention_called(model, calls.append):
-        logits(model, encoder_outputs=BaseModelOutput(last_hidden_state=states), decoder_input_ids=answer)
+        logits(model, encoder_outputs=EncoderStates(last_hidden_state=states), decoder_input_ids=answer)
     if not fed:
         raise UnsupportedModelError("no nn.Linear of its decoder is given the encoder's states as they are")
 
