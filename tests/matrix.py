@@ -46,14 +46,17 @@ def with_a_global_token(document: dict[str, Any]) -> dict[str, Any]:
 class Family:
     """One family, by its ``config.model_type``.
 
-    make: a tiny random model, best with encoder and decoder of different depth and head count. window and special are
-    what the page says of the window, and of where special and language tokens stand. document(seed, length) makes a
-    document of about that many tokens, and inputs turns it into what the model's own encoder and forward pass take.
+    make: a tiny random model, best with encoder and decoder of different depth and head count. window: what the page
+    says of the default window. special: what each of its tokenizer classes puts around a text, for which … stands, as
+    tests/test_special_tokens.py tests it; none where only the files of a tokenizer say. beside: what else the page
+    says of such tokens. document(seed, length) makes a document of about that many tokens, and inputs turns it into
+    what the model's own encoder and forward pass take.
     """
 
     make: Callable[[], Any]
     window: str
-    special: str
+    special: dict[str, str] = field(default_factory=dict)
+    beside: str = ""
     document: Callable[[int, int], dict[str, Any]] = field(default=token_document)
     inputs: Callable[[dict[str, Any]], dict[str, Any]] = field(default=plain_inputs)
 
@@ -108,7 +111,8 @@ def t5gemma() -> Any:
     encoder = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
     decoder = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
     sizes: dict[str, Any] = {"encoder": {**shared, **encoder}, "decoder": {**shared, **decoder}}
-    config = tf.T5GemmaConfig(vocab_size=VOCAB, decoder_start_token_id=2, **sizes)
+    config = tf.T5GemmaConfig(vocab_size=VOCAB, **sizes)
+    config.decoder_start_token_id = 2
     config._attn_implementation = "eager"  # before transformers 5.20 sdpa is the default, and leaves the cap out
     return tf.T5GemmaForConditionalGeneration(config)
 
@@ -140,28 +144,29 @@ def speech_to_text() -> Any:
     return tf.Speech2TextForConditionalGeneration(tf.Speech2TextConfig(**made, **SPECIAL, **SIZES))
 
 
-NONE = "none"
 POSITIONS = "its positions"
-END = "`</s>` ends the document"
-BOTH = "`<s>` begins the document, `</s>` ends it"
-SOUND = "none: it reads sound"
 ITS_ENCODER = "its encoder's positions, often 512"
+BART = {"BartTokenizer": "<s> … </s>"}
+PEGASUS = {"PegasusTokenizer": "… </s>"}
+T5 = {"T5Tokenizer": "… </s>"}
+ROBERTA = {"RobertaTokenizer": "<s> … </s>"}
+NLLB = {"NllbTokenizer": "eng_Latn … </s>"}
 
 FAMILIES: dict[str, Family] = {
-    "bart": Family(bart_like(tf.BartForConditionalGeneration, tf.BartConfig), f"{POSITIONS}, 1,024", BOTH),
+    "bart": Family(bart_like(tf.BartForConditionalGeneration, tf.BartConfig), f"{POSITIONS}, 1,024", BART),
     "mbart": Family(
         bart_like(tf.MBartForConditionalGeneration, tf.MBartConfig),
         f"{POSITIONS}, 1,024",
-        "MBart: `</s>` and the language end the document; MBart-50: the language begins it, `</s>` ends it",
+        {"MBartTokenizer": "… </s> en_XX", "MBart50Tokenizer": "en_XX … </s>"},
     ),
     "pegasus": Family(
-        bart_like(tf.PegasusForConditionalGeneration, tf.PegasusConfig), f"{POSITIONS}, 512 or 1,024", END
+        bart_like(tf.PegasusForConditionalGeneration, tf.PegasusConfig), f"{POSITIONS}, 512 or 1,024", PEGASUS
     ),
-    "marian": Family(bart_like(tf.MarianMTModel, tf.MarianConfig), f"{POSITIONS}, 512", END),
+    "marian": Family(bart_like(tf.MarianMTModel, tf.MarianConfig), f"{POSITIONS}, 512", {"MarianTokenizer": "… </s>"}),
     "m2m_100": Family(
         bart_like(tf.M2M100ForConditionalGeneration, tf.M2M100Config),
         f"{POSITIONS}, 1,024",
-        "the language begins the document, `</s>` ends it (M2M100, NLLB)",
+        {"M2M100Tokenizer": "__en__ … </s>", **NLLB},
     ),
     "nllb-moe": Family(
         bart_like(
@@ -172,23 +177,24 @@ FAMILIES: dict[str, Family] = {
             decoder_sparse_step=2,
         ),
         f"{POSITIONS}, 1,024",
-        "the language begins the document, `</s>` ends it",
+        NLLB,
     ),
-    "blenderbot": Family(
-        bart_like(tf.BlenderbotForConditionalGeneration, tf.BlenderbotConfig), f"{POSITIONS}, 128", END
-    ),
+    "blenderbot": Family(bart_like(tf.BlenderbotForConditionalGeneration, tf.BlenderbotConfig), f"{POSITIONS}, 128"),
     "blenderbot-small": Family(
-        bart_like(tf.BlenderbotSmallForConditionalGeneration, tf.BlenderbotSmallConfig), f"{POSITIONS}, 512", NONE
+        bart_like(tf.BlenderbotSmallForConditionalGeneration, tf.BlenderbotSmallConfig),
+        f"{POSITIONS}, 512",
+        {"BlenderbotSmallTokenizer": "…"},
     ),
     "plbart": Family(
         bart_like(tf.PLBartForConditionalGeneration, tf.PLBartConfig),
         f"{POSITIONS}, 1,024",
-        "`</s>` and the language end the document",
+        {"PLBartTokenizer": "… </s> __python__"},
     ),
     "pegasus_x": Family(
         bart_like(tf.PegasusXForConditionalGeneration, tf.PegasusXConfig, num_global_tokens=4, block_size=16),
         f"{POSITIONS}, 16,384",
-        f"{END}; each window has the global tokens of its own",
+        PEGASUS,
+        "each window has all of the model's global tokens",
     ),
     "bigbird_pegasus": Family(
         bart_like(
@@ -199,7 +205,8 @@ FAMILIES: dict[str, Family] = {
             use_bias=True,
         ),
         f"{POSITIONS}, 4,096",
-        f"{END}; the first and last block of each window are its global ones",
+        PEGASUS,
+        "the first and the last block of each window are its global tokens",
     ),
     "led": Family(
         bart_like(
@@ -210,22 +217,21 @@ FAMILIES: dict[str, Family] = {
             max_decoder_position_embeddings=40,
         ),
         f"{POSITIONS}, 16,384",
-        f"{BOTH}; the first token of each window is its global one, `<s>` or not",
+        {"LEDTokenizer": "<s> … </s>"},
+        "the first token of each window is its global one",
         inputs=with_a_global_token,
     ),
     "encoder-decoder (BERT, GPT-2)": Family(
-        lambda: composed("bert", "gpt2"), ITS_ENCODER, "`[CLS]` begins the document, `[SEP]` ends it"
+        lambda: composed("bert", "gpt2"), ITS_ENCODER, {"BertTokenizer": "[CLS] … [SEP]"}
     ),
-    "encoder-decoder (BERT Generation)": Family(
-        lambda: composed("bert-generation", "bert-generation"), ITS_ENCODER, "none, or what is given with the text"
-    ),
-    "encoder-decoder (RoBERTa, RoBERTa)": Family(lambda: composed("roberta", "roberta"), ITS_ENCODER, BOTH),
+    "encoder-decoder (BERT Generation)": Family(lambda: composed("bert-generation", "bert-generation"), ITS_ENCODER),
+    "encoder-decoder (RoBERTa, RoBERTa)": Family(lambda: composed("roberta", "roberta"), ITS_ENCODER, ROBERTA),
     "made-up": Family(
-        bart_like(MadeUp, MadeUpConfig), "its positions, else 512", "as its tokenizer has them; served by `generic`"
+        bart_like(MadeUp, MadeUpConfig), "its positions, else 512", beside="those of its tokenizer; served by `generic`"
     ),
-    "t5": Family(t5_like(tf.T5ForConditionalGeneration, tf.T5Config), "512, no limit", END),
-    "mt5": Family(t5_like(tf.MT5ForConditionalGeneration, tf.MT5Config), "512, no limit", END),
-    "umt5": Family(t5_like(tf.UMT5ForConditionalGeneration, tf.UMT5Config), "512, no limit", END),
+    "t5": Family(t5_like(tf.T5ForConditionalGeneration, tf.T5Config), "512, no limit", T5),
+    "mt5": Family(t5_like(tf.MT5ForConditionalGeneration, tf.MT5Config), "512, no limit", T5),
+    "umt5": Family(t5_like(tf.UMT5ForConditionalGeneration, tf.UMT5Config), "512, no limit", T5),
     "longt5": Family(
         t5_like(
             tf.LongT5ForConditionalGeneration,
@@ -235,7 +241,8 @@ FAMILIES: dict[str, Family] = {
             global_block_size=4,
         ),
         "16,384, no limit",
-        f"{END}; each window makes its own global tokens",
+        T5,
+        "each window makes global tokens of its own blocks",
     ),
     "switch_transformers": Family(
         t5_like(
@@ -246,11 +253,21 @@ FAMILIES: dict[str, Family] = {
             num_sparse_decoder_layers=1,
         ),
         "512, no limit",
-        END,
+        T5,
     ),
-    "t5gemma": Family(t5gemma, "its encoder's positions, 8,192", NONE),
-    "whisper": Family(whisper, "30 seconds, 1,500 states", SOUND, spectrograms(True), lambda document: dict(document)),
+    "t5gemma": Family(t5gemma, "its encoder's positions, 8,192"),
+    "whisper": Family(
+        whisper,
+        "30 seconds, 1,500 states",
+        beside="none, it reads sound",
+        document=spectrograms(channels_first=True),
+        inputs=dict,
+    ),
     "speech_to_text": Family(
-        speech_to_text, "6,000 frames, 1,500 states", SOUND, spectrograms(False), lambda document: dict(document)
+        speech_to_text,
+        "6,000 frames, 1,500 states",
+        beside="none, it reads sound",
+        document=spectrograms(channels_first=False),
+        inputs=dict,
     ),
 }

@@ -124,7 +124,32 @@ class Joined(BartAttention):
         return super().forward(hidden_states, key_value_states, **kwargs)
 
 
+class Forgetful(nn.Module):
+    """An embedding that is another once it has read something short, as the attention of some models is."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.weight, self.scale = first, first.weight, 1.0
+
+    def forward(self, ids):
+        self.scale = 0.5 if ids.shape[1] < 20 else self.scale
+        return self.first(ids) * self.scale
+
+
+class Sociable(Forgetful):
+    """An embedding that mixes the rows of a batch."""
+
+    def forward(self, ids):
+        found = self.first(ids)
+        return found - found.mean(0) / 9
+
+
 def change(model, how):
+    encoder = model.get_encoder()
+    if how == "is changed by reading":
+        encoder.embed_tokens = Forgetful(encoder.embed_tokens)
+    elif how == "mixes its rows":
+        encoder.embed_tokens = Sociable(encoder.embed_tokens)
     for layer in model.get_decoder().layers:
         attention = layer.encoder_attn
         if how == "norms keys":
@@ -143,7 +168,7 @@ def change(model, how):
             )
         elif how == "ignores its encoder":
             nn.init.zeros_(attention.out_proj.weight)
-        else:
+        elif how == "fails":
             attention.forward = lambda *args, **kwargs: 1 / 0
 
 
@@ -157,6 +182,8 @@ def change(model, how):
         ("norms states", r"no nn.Linear of its decoder is given the encoder's states as they are"),
         ("favours late tokens", r"a document read from a memory gives logits that differ by [\d.e-]+ from the model's"),
         ("ignores its encoder", r"up to 0 is allowed"),
+        ("is changed by reading", "what its encoder makes of a window depends on what it read before or beside it"),
+        ("mixes its rows", "what its encoder makes of a window depends on what it read before or beside it"),
         ("fails", "ZeroDivisionError: division by zero"),
     ],
 )

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -26,7 +27,7 @@ from memstore_adapters.probing import Found, find, logits
 
 EXACT = 1e-4  # of the largest logit
 TELLING = 1e-2  # of what another document changes in the logits: a wrong reading must not pass where little is read
-DOCUMENT, PROMPT, ANSWER = 24, 11, 5  # tokens
+WINDOW, DOCUMENT, PROMPT, ANSWER = 1024, 24, 11, 5  # tokens, as far as the model has so many positions
 SOURCE_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings", "n_positions")
 TARGET_POSITIONS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "n_positions")
 
@@ -117,19 +118,36 @@ def proved(model: PreTrainedModel) -> list[Found]:
 
 def _probe(model: PreTrainedModel) -> tuple[list[Found], float]:
     """Its cross-attention and the largest relative difference. UnsupportedModelError says what was wrong."""
-    single = all(each.dtype == torch.float32 for each in model.parameters() if each.is_floating_point())
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model):
+    with torch.random.fork_rng(devices):
         try:
-            return _read_and_compare(model if single else copy.deepcopy(model).float())  # half precision proves little
+            # A copy, because some models change as they read; in float32, because half precision proves little.
+            copied = copy.deepcopy(model).float()
+            with evaluating(copied):
+                _check_independent(copied)
+                return _read_and_compare(copied)
         except MemstoreError:
             raise
         except Exception as error:  # whatever a model may do that nobody here has seen
             raise UnsupportedModelError(f"{type(error).__name__}: {error}".rstrip(".")) from error
 
 
+def _check_independent(model: PreTrainedModel) -> None:
+    """What the encoder makes of a window must not depend on what it read before or beside it, be it long or short."""
+    adapter = GenericAdapter(model, ())
+    windows = torch.cat([_random_ids(model, WINDOW, seed) for seed in range(2)])
+    alone = adapter.encode(windows[:1])["hidden"]
+    adapter.encode(windows[:1, :PROMPT])
+    due = EXACT * float(alone.abs().max())
+    for again in (adapter.encode(windows[:1])["hidden"], adapter.encode(windows)["hidden"][:1]):
+        if not float((again - alone).abs().max()) <= due:
+            raise UnsupportedModelError(
+                "what its encoder makes of a window depends on what it read before or beside it"
+            )
+
+
 def _read_and_compare(model: PreTrainedModel) -> tuple[list[Found], float]:
-    document, other, prompt, answer = _random_ids(model)
+    document, other, prompt, answer = map(_random_ids, repeat(model), (DOCUMENT, DOCUMENT, PROMPT, ANSWER), range(4))
     encoder = cast(Any, model.get_encoder())
     states, before = (encoder(ids).last_hidden_state for ids in (document, prompt))
     adapter = GenericAdapter(model, found := find(model, states, answer))
@@ -153,16 +171,16 @@ def _read_and_compare(model: PreTrainedModel) -> tuple[list[Found], float]:
     return found, largest
 
 
-def _random_ids(model: PreTrainedModel) -> list[Tensor]:
-    """Token ids [1, n], none of them special: two documents of one length, a prompt, and what the decoder is given."""
+def _random_ids(model: PreTrainedModel, length: int, seed: int) -> Tensor:
+    """Token ids [1, n] that both parts of a model know and that are not special, as many as fit its window."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "unk_token_id")
     special = {getattr(model.config, name, None) for name in names}
     parts = (model.get_encoder(), model.get_decoder())
     size = min(len(cast(Any, part).get_input_embeddings().weight) for part in parts)
     plain = torch.tensor([i for i in range(size) if i not in special])
-    window, generator = GenericAdapter(model, ()).native_window, torch.Generator().manual_seed(0)
-    lengths = (min(length, window) for length in (DOCUMENT, DOCUMENT, PROMPT, ANSWER))
-    return [plain[torch.randint(len(plain), (1, length), generator=generator)].to(model.device) for length in lengths]
+    shape = (1, min(length, GenericAdapter(model, ()).native_window))
+    chosen = torch.randint(len(plain), shape, generator=torch.Generator().manual_seed(seed))
+    return plain[chosen].to(model.device)
 
 
 def _first(names: Sequence[str], *parts: Any) -> int | None:
