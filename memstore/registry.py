@@ -132,14 +132,22 @@ def _info(entry: EntryPoint) -> PluginInfo:
 
 
 def _import(entry: EntryPoint) -> type[Any]:
-    what = f"Plugin {entry.name!r} ({entry.value}) of {_info(entry).distribution}"
     try:
         loaded: type[Any] = entry.load()
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         if missing.partition(".")[0] == entry.module.partition(".")[0]:
-            raise PluginError(f"{what} does not exist there. Reinstall {_info(entry).distribution}.") from error
-        raise PluginError(f"{what} needs the module {missing!r}. To use it: {installation(entry, missing)}.") from error
+            raise PluginError(
+                f"{_named(entry)} does not exist there. Reinstall {_info(entry).distribution}."
+            ) from error
+        raise PluginError(
+            f"{_named(entry)} needs the module {missing!r}. To use it: {installation(entry, missing)}."
+        ) from error
     except Exception as error:  # whatever a plugin does wrong, the others can be used
-        raise PluginError(f"{what} cannot be imported: {str(error).rstrip('.') or type(error).__name__}.") from error
+        why = str(error).rstrip(".") or type(error).__name__
+        raise PluginError(f"{_named(entry)} cannot be imported: {why}.") from error
     return loaded
+
+
+def _named(entry: EntryPoint) -> str:
+    return f"Plugin {entry.name!r} ({entry.value}) of {_info(entry).distribution}"

@@ -179,7 +179,10 @@ FAMILIES: dict[str, Family] = {
         f"{POSITIONS}, 1,024",
         NLLB,
     ),
-    "blenderbot": Family(bart_like(tf.BlenderbotForConditionalGeneration, tf.BlenderbotConfig), f"{POSITIONS}, 128"),
+    "blenderbot": Family(
+        bart_like(tf.BlenderbotForConditionalGeneration, tf.BlenderbotConfig, encoder_no_repeat_ngram_size=0),
+        f"{POSITIONS}, 128",
+    ),
     "blenderbot-small": Family(
         bart_like(tf.BlenderbotSmallForConditionalGeneration, tf.BlenderbotSmallConfig),
         f"{POSITIONS}, 512",

@@ -58,6 +58,15 @@ def test_either_attention_gives_the_plain_models_logits(model, library, implemen
     assert model.config._attn_implementation == implementation
 
 
+@of("bart", "t5")
+def test_an_empty_prompt_can_be_given_by_hand(model, library):
+    settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    plain = BaseModelOutput(last_hidden_state=states(model, tokens(60)))
+    expected = model.generate(encoder_outputs=plain, **settings)
+    with memstore.attach(model, library.encode(model, input_ids=tokens(60), name="doc"), top_k="all") as attached:
+        assert torch.equal(model.generate(encoder_outputs=attached.empty_prompt(), **settings), expected)
+
+
 @of(*ENCODERS)
 def test_a_document_of_five_windows_reads_like_its_kept_states(model, library):
     window = 32
