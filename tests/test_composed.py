@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 import memstore
-from memstore.errors import UnsupportedModelError
+from memstore.errors import UnsupportedModelError, WindowExceededError
 from memstore.registry import adapter_for
 from memstore_adapters.encoder_decoder import DECODERS
 from tests.composed import composed
@@ -80,10 +80,13 @@ def test_positions_that_padding_takes_are_not_counted(library, encoder, decoder,
     adapter = adapter_for(model)(model)
     assert (adapter.native_window, adapter.max_window, adapter.max_target) == (window, window, target)
     memory = library.encode(model, input_ids=tokens(200), name="doc")
-    with memstore.attach(model, memory) as attached:
-        attached.generate(max_new_tokens=target - 1, min_new_tokens=target - 1)
-        logits = model(encoder_outputs=attached.empty_prompt(), decoder_input_ids=tokens(target, rows=1)).logits
-    assert logits.shape[1] == target
+    with memstore.attach(model, memory) as attached, torch.no_grad():
+        assert (
+            model(encoder_outputs=attached.empty_prompt(), decoder_input_ids=tokens(target, rows=1)).logits.shape[1]
+            == target
+        )
+        with pytest.raises(WindowExceededError, match=f"needs {target + 1} positions, and the model has {target}"):
+            model(encoder_outputs=attached.empty_prompt(), decoder_input_ids=tokens(target + 1, rows=1))
 
 
 @pytest.mark.parametrize("decoder", ["rembert", "roformer"])

@@ -141,7 +141,9 @@ def test_a_copy_made_while_attached_attends_plainly_and_can_be_attached(model, l
 
 def test_the_decoder_has_positions_of_its_own(model, library):
     assert adapter_for(model)(model).max_target == 40
-    with memstore.attach(model, read(library, model)) as attached:
-        attached.generate(max_new_tokens=39, min_new_tokens=39)
+    with memstore.attach(model, read(library, model)) as attached, torch.no_grad():
+        assert (
+            model(encoder_outputs=attached.empty_prompt(), decoder_input_ids=tokens(40, rows=1)).logits.shape[1] == 40
+        )
         with pytest.raises(WindowExceededError, match="needs 41 positions, and the model has 40"):
-            attached.generate(max_new_tokens=41, min_new_tokens=41)
+            model(encoder_outputs=attached.empty_prompt(), decoder_input_ids=tokens(41, rows=1))
