@@ -22,7 +22,7 @@ from memstore.registry import adapter_for
 from tests import tiny
 from tests.models import DECODERS, build, cross_attentions, read
 
-ENCODER_DECODERS = ["bart", "pegasus_x", "t5", "longt5"]
+ENCODER_DECODERS = ["bart", "pegasus_x", "led", "t5", "longt5"]
 FAMILIES = [*ENCODER_DECODERS, "t5gemma", *DECODERS]
 
 
