@@ -94,6 +94,10 @@ class IndexNotice(UserWarning):
     damaged, or its options had changed. Nothing is lost."""
 
 
+class GenericAdapterNotice(UserWarning):
+    """No adapter knows this model. It is served because a probe proved that a memory of it is read exactly."""
+
+
 class AttachError(MemstoreError):
     """Memories cannot be attached to this model as asked."""
 

@@ -72,13 +72,18 @@ class EncoderDecoderAdapter(ModelAdapter):
         return self.native_window
 
     @property
+    def max_target(self) -> int | None:
+        """Tokens the decoder can write, its start included; None where positions set no limit."""
+        return cast("int | None", getattr(self.model.config, "max_target_positions", self.max_window))
+
+    @property
     def encoder(self) -> nn.Module:
         return cast(nn.Module, self.model.get_encoder())
 
     @property
     def width(self) -> int:
         """d, the width of an encoder state."""
-        return int(self.cross_attentions()[0].key.weight.shape[1])
+        return self.cross_attentions()[0].width
 
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows overlap by one half and the middle half is kept, as in Unlimiformer, section 2.1."""

@@ -2,6 +2,9 @@
 
 A configuration names the attention function of its modules. While something is attached, it names ours, which looks the
 calling module up: a module that is attached reads its memory, any other goes to the function that was active before.
+
+Attention that computes everything itself asks no configuration. Its adapter names a class for it with :func:`wrap`,
+which a module takes while it is attached.
 """
 
 from __future__ import annotations
@@ -27,6 +30,28 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 _readers: WeakKeyDictionary[nn.Module, AttentionFunction] = WeakKeyDictionary()
 _switched: dict[int, tuple[PretrainedConfig, str, int]] = {}  # config id -> (config, name before, attachments)
+_wrappers: dict[type[nn.Module], type[nn.Module]] = {}  # what computes its attention itself -> what asks a reader
+
+
+def wrap(attention: type[nn.Module], wrapper: type[nn.Module]) -> None:
+    """Let modules of the class ``attention``, which follows no AttentionInterface, take the class ``wrapper`` while
+    they are attached.
+
+    The wrapper derives from it, and does in its ``forward`` what the class itself does up to queries, keys and values,
+    gives them to :func:`reader_of` the module, and goes on with what that returns. Without a reader, as in a copy that
+    was made while the module was attached, it calls the ``forward`` that it overrides.
+    """
+    _wrappers[attention] = wrapper
+
+
+def reader_of(module: nn.Module) -> AttentionFunction | None:
+    """How a module that is attached reads; None for any other.
+
+    Called as ``reader(module, query, key, value, mask, scaling=…, is_causal=…)`` with query [B, H, T, c], key and value
+    [B, G, n, c] and a mask as :func:`memstore.attention.ordinary_attention` takes it. Returns the output [B, T, H, c]
+    and None, or weights.
+    """
+    return _readers.get(module)
 
 
 def base_attention(module: nn.Module, implementation: str) -> AttentionFunction:
@@ -42,7 +67,9 @@ def base_attention(module: nn.Module, implementation: str) -> AttentionFunction:
 
 
 def base_implementation(module: nn.Module) -> str:
-    """The implementation that was active before ours was switched on."""
+    """The implementation that was active before ours was switched on; for attention that knows none, what is equal."""
+    if _is_wrapped(module):
+        return "sdpa"
     return str(cast(PretrainedConfig, module.config)._attn_implementation).removeprefix(PREFIX)
 
 
@@ -70,13 +97,18 @@ def install(readers: Mapping[nn.Module, AttentionFunction]) -> Callable[[], None
                 f'call model.set_attn_implementation("sdpa") first.'
             )
     configs = _configs(readers)
+    own = [(module, type(module)) for module in readers if type(module) in _wrappers]
     for config in configs:
         _switch(config)
+    for module, cls in own:
+        module.__class__ = _wrappers[cls]
     _readers.update(readers)
 
     def uninstall() -> None:
         for module in readers:
             _readers.pop(module, None)
+        for module, cls in own:
+            module.__class__ = cls
         for config in configs:
             _switch_back(config)
 
@@ -126,5 +158,9 @@ def _switch_back(config: PretrainedConfig) -> None:
 
 def _configs(modules: Mapping[nn.Module, AttentionFunction]) -> list[PretrainedConfig]:
     """The distinct configurations that decide for these modules; models built from one object share it."""
-    configs = [cast(PretrainedConfig, module.config) for module in modules]
+    configs = [cast(PretrainedConfig, module.config) for module in modules if not _is_wrapped(module)]
     return list({id(config): config for config in configs}.values())
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return type(module) in _wrappers or type(module) in _wrappers.values()

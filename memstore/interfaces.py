@@ -232,10 +232,20 @@ class ModelAdapter(ABC):
     """
 
     model_types: ClassVar[tuple[str, ...]]
+    """The ``config.model_type`` of every model it knows; empty for an adapter that serves those which none knows."""
     kind: ClassVar[str]
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Related model types that cannot be served, each with what in that family prevents it. An adapter that claims one
+    of them all the same is used."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+
+    @classmethod
+    def serves_unknown(cls, model: PreTrainedModel) -> bool:
+        """Whether to try an adapter without model types on a model that none knows. It must prove itself when it is
+        made, or raise UnsupportedModelError: nobody else does."""
+        return False
 
     @property
     @abstractmethod

@@ -53,13 +53,17 @@ def load(group: str, name: str, base: type | None = None) -> type[Any]:
 
 
 def adapter_for(model: Any) -> type[Any]:
-    """The adapter class for a transformers model, by its ``config.model_type``.
+    """The adapter class for a transformers model: the one that claims its ``config.model_type``, else one that serves
+    unknown models and would try this one.
 
-    Raises UnsupportedModelError when none knows it, PluginError when two claim it.
+    Raises UnsupportedModelError when there is neither, or the type is refused with a reason; PluginError when there are
+    two.
     """
     model_type = model.config.model_type
     claims: dict[str, type[Any]] = {}
+    willing: dict[str, type[Any]] = {}
     supported: set[str] = set()
+    reasons: dict[str, str] = {}
     broken: list[str] = []
     for name, entry in entries(ADAPTERS).items():
         try:
@@ -68,8 +72,16 @@ def adapter_for(model: Any) -> type[Any]:
             broken.append(str(error))
             continue
         supported.update(adapter.model_types)
+        reasons.update(getattr(adapter, "refused", {}))
         if model_type in adapter.model_types:
             claims[name] = adapter
+        elif not adapter.model_types and adapter.serves_unknown(model):
+            willing[name] = adapter
+    if not claims and model_type in reasons:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type {model_type!r}) cannot read a memory: {reasons[model_type]}."
+        )
+    claims = claims or willing
     if len(claims) > 1:
         raise PluginError(
             f"The adapters {' and '.join(claims)} both claim model_type {model_type!r}. "
@@ -120,14 +132,22 @@ def _info(entry: EntryPoint) -> PluginInfo:
 
 
 def _import(entry: EntryPoint) -> type[Any]:
-    what = f"Plugin {entry.name!r} ({entry.value}) of {_info(entry).distribution}"
     try:
         loaded: type[Any] = entry.load()
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         if missing.partition(".")[0] == entry.module.partition(".")[0]:
-            raise PluginError(f"{what} does not exist there. Reinstall {_info(entry).distribution}.") from error
-        raise PluginError(f"{what} needs the module {missing!r}. To use it: {installation(entry, missing)}.") from error
+            raise PluginError(
+                f"{_named(entry)} does not exist there. Reinstall {_info(entry).distribution}."
+            ) from error
+        raise PluginError(
+            f"{_named(entry)} needs the module {missing!r}. To use it: {installation(entry, missing)}."
+        ) from error
     except Exception as error:  # whatever a plugin does wrong, the others can be used
-        raise PluginError(f"{what} cannot be imported: {str(error).rstrip('.') or type(error).__name__}.") from error
+        why = str(error).rstrip(".") or type(error).__name__
+        raise PluginError(f"{_named(entry)} cannot be imported: {why}.") from error
     return loaded
+
+
+def _named(entry: EntryPoint) -> str:
+    return f"Plugin {entry.name!r} ({entry.value}) of {_info(entry).distribution}"

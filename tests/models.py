@@ -1,4 +1,6 @@
-"""Tiny random models of every supported family: biases and norms randomised, so that nothing cancels by being zero."""
+"""Tiny random models of every supported family: biases and norms randomised, so that nothing cancels by being zero.
+
+The encoder-decoders are declared in tests/matrix.py, the decoders here."""
 
 from __future__ import annotations
 
@@ -10,51 +12,6 @@ import torch
 import transformers as tf
 
 VOCAB = 120
-
-
-def _bart_like(model: type, config: type, **extra) -> Callable[[], Any]:
-    def build():
-        return model(
-            config(
-                vocab_size=VOCAB,
-                d_model=48,
-                encoder_layers=2,
-                decoder_layers=3,
-                encoder_attention_heads=4,
-                decoder_attention_heads=6,
-                encoder_ffn_dim=64,
-                decoder_ffn_dim=64,
-                max_position_embeddings=64,
-                pad_token_id=1,
-                bos_token_id=0,
-                eos_token_id=2,
-                decoder_start_token_id=2,
-                forced_eos_token_id=None,
-                **extra,
-            )
-        )
-
-    return build
-
-
-def _t5_like(model: type, config: type) -> Callable[[], Any]:
-    def build():
-        return model(
-            config(
-                vocab_size=VOCAB,
-                d_model=48,
-                d_kv=10,
-                d_ff=64,
-                num_layers=3,  # generate of transformers 5 fails for a T5 decoder deeper than its encoder
-                num_decoder_layers=2,
-                num_heads=4,
-                pad_token_id=0,
-                eos_token_id=1,
-                decoder_start_token_id=0,
-            )
-        )
-
-    return build
 
 
 def _llama_like(model: type, config: type, **extra) -> Callable[[], Any]:
@@ -78,17 +35,6 @@ def _llama_like(model: type, config: type, **extra) -> Callable[[], Any]:
     return build
 
 
-ENCODER_DECODERS = {
-    "bart": _bart_like(tf.BartForConditionalGeneration, tf.BartConfig),
-    "mbart": _bart_like(tf.MBartForConditionalGeneration, tf.MBartConfig),
-    "pegasus": _bart_like(tf.PegasusForConditionalGeneration, tf.PegasusConfig),
-    "marian": _bart_like(tf.MarianMTModel, tf.MarianConfig),
-    "m2m_100": _bart_like(tf.M2M100ForConditionalGeneration, tf.M2M100Config),
-    "t5": _t5_like(tf.T5ForConditionalGeneration, tf.T5Config),
-    "mt5": _t5_like(tf.MT5ForConditionalGeneration, tf.MT5Config),
-    "umt5": _t5_like(tf.UMT5ForConditionalGeneration, tf.UMT5Config),
-}
-
 DECODERS = {
     "llama": _llama_like(tf.LlamaForCausalLM, tf.LlamaConfig, attention_bias=True),
     "mistral": _llama_like(tf.MistralForCausalLM, tf.MistralConfig, sliding_window=None),
@@ -100,8 +46,15 @@ DECODERS = {
 
 def build(family: str, seed: int = 0):
     """A tiny model in evaluation mode, the same for the same seed."""
+    from tests.matrix import FAMILIES  # which builds upon what is here
+
+    return randomised(DECODERS[family] if family in DECODERS else FAMILIES[family].make, seed)
+
+
+def randomised(make: Callable[[], Any], seed: int = 0):
+    """A model that ``make`` makes, in evaluation mode, with all of its parameters moved off their initial values."""
     torch.manual_seed(seed)
-    model = {**ENCODER_DECODERS, **DECODERS}[family]()
+    model = make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -111,18 +64,7 @@ def build(family: str, seed: int = 0):
 
 def whisper():
     """A tiny Whisper, which reads [windows, 8, 40] as 20 states a window."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-    }
-    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = tf.WhisperConfig(vocab_size=50, num_mel_bins=8, max_source_positions=20, **sizes, **heads, **special)
-    return tf.WhisperForConditionalGeneration(config).eval()
+    return build("whisper")
 
 
 def set_attention(model, implementation: str) -> None:
@@ -150,11 +92,6 @@ def cross_attentions(model) -> list[Any]:
     if hasattr(decoder, "block"):  # the T5 family
         return [block.layer[1].EncDecAttention for block in decoder.block]
     return [layer.encoder_attn for layer in decoder.layers]
-
-
-def decoder_depth(model) -> int:
-    config = model.config
-    return int(getattr(config, "num_decoder_layers", None) or config.decoder_layers)
 
 
 def run(model, rows=1, **keywords):

@@ -176,12 +176,13 @@ def test_the_readme_lists_every_plugin(group: str) -> None:
     for plugin in registry.plugins(group):
         if plugin.distribution == "memstore-attention":
             known = getattr(registry.load(group, plugin.name), "model_types", ())
-            assert {f"`{model_type}`" for model_type in known} <= set(re.findall(r"`\w+`", rows.pop(plugin.name)))
+            assert {f"`{model_type}`" for model_type in known} <= set(re.findall(r"`[\w-]+`", rows.pop(plugin.name)))
 
 
-def test_the_page_of_errors_is_up_to_date() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "errors.py"))
-    assert script["PAGE"].read_text(encoding="utf-8") == script["render"](), "run docs/errors.py"
+@pytest.mark.parametrize("page", ["errors", "families"])
+def test_a_generated_page_is_up_to_date(page: str) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / f"{page}.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["render"](), f"run docs/{page}.py"
 
 
 def test_a_picture_shows_what_a_command_prints() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from memstore import registry
 from memstore.errors import PluginError, UnsupportedModelError
 from memstore.interfaces import VectorIndex
+from memstore_adapters.refused import REFUSED
 from tests.conftest import Distribution
 
 
@@ -19,10 +21,16 @@ def model(model_type: str) -> Any:
     return SimpleNamespace(config=SimpleNamespace(model_type=model_type))
 
 
+ADAPTERS = """
+    bart bigbird_pegasus encoder-decoder generic led llama nllb-moe speech_to_text switch_transformers t5 t5gemma
+    whisper
+""".split()
+
+
 def test_the_built_in_plugins_are_listed() -> None:
     found = {(p.group, p.name) for p in registry.plugins() if p.distribution == "memstore-attention"}
     assert found == {
-        *((registry.ADAPTERS, name) for name in ("bart", "llama", "t5", "whisper")),
+        *((registry.ADAPTERS, name) for name in ADAPTERS),
         *((registry.BACKENDS, name) for name in ("exact", "faiss-flat", "faiss-ivf", "faiss-pq", "hnsw")),
         *((registry.BACKENDS, name) for name in ("in-memory", "lmdb")),
     }
@@ -94,7 +102,20 @@ def test_what_cannot_be_imported_says_why(distribution: Distribution, source: st
     assert message in str(caught.value)
 
 
-ADAPTER = "class A: model_types = ('mymodel', 'other')\nclass B: model_types = ('other',)\n"
+ADAPTER = """
+class A:
+    model_types = ('mymodel', 'other')
+    refused = {'odd': 'it sees double', 'mymodel': 'nobody reads it'}
+class B:
+    model_types = ('other',)
+"""
+WILLING = """
+class Willing:
+    model_types = ()
+    @classmethod
+    def serves_unknown(cls, model):
+        return model.config.model_type != "rwkv"
+"""
 
 
 @pytest.fixture
@@ -103,8 +124,8 @@ def adapters(distribution: Distribution, monkeypatch: pytest.MonkeyPatch) -> Non
     distribution(
         "third",
         registry.ADAPTERS,
-        {"a": "third_adapters:A", "b": "third_adapters:B", "broken": "third_broken:C"},
-        {"third_adapters": ADAPTER, "third_broken": "import nowhere_at_all"},
+        {"a": "third_adapters:A", "b": "third_adapters:B", "broken": "third_broken:C", "w": "third_willing:Willing"},
+        {"third_adapters": ADAPTER, "third_broken": "import nowhere_at_all", "third_willing": WILLING},
     )
 
 
@@ -112,9 +133,25 @@ def test_the_adapter_is_chosen_by_model_type(adapters: None) -> None:
     assert registry.adapter_for(model("mymodel")).__name__ == "A"
 
 
+def test_an_adapter_that_serves_unknown_models_is_tried_where_no_other_claims_one(adapters: None) -> None:
+    assert registry.adapter_for(model("unheard-of")).__name__ == "Willing"
+
+
 def test_two_adapters_for_one_model_type_are_both_named(adapters: None) -> None:
     with pytest.raises(PluginError, match="adapters a and b both claim model_type 'other'"):
         registry.adapter_for(model("other"))
+
+
+def test_a_model_that_cannot_be_served_is_refused_with_the_reason(adapters: None) -> None:
+    odd = r"SimpleNamespace \(model_type 'odd'\) cannot read a memory: it sees double\.$"
+    with pytest.raises(UnsupportedModelError, match=odd):
+        registry.adapter_for(model("odd"))
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_a_family_that_no_adapter_serves_is_refused_by_name(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=re.escape(REFUSED[model_type])):
+        registry.adapter_for(model(model_type))
 
 
 def test_an_unsupported_model_names_the_supported_ones_and_what_is_broken(adapters: None) -> None:

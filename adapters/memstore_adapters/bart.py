@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from memstore.cross_attention import CrossAttention, plain_linear
 from memstore.families import EncoderDecoderAdapter
+from memstore_adapters.refused import REFUSED
 
 
 class BartAdapter(EncoderDecoderAdapter):
-    """Cross-attention is ``encoder_attn`` of each decoder layer."""
+    """Each decoder layer has a cross-attention with the maps ``k_proj`` and ``v_proj``.
 
-    model_types: ClassVar[tuple[str, ...]] = ("bart", "mbart", "pegasus", "marian", "m2m_100")
+    PegasusX pads to its blocks inside its encoder and takes the padding off again.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = (
+        *("bart", "mbart", "pegasus", "marian", "m2m_100"),
+        *("blenderbot", "blenderbot-small", "plbart", "pegasus_x"),
+    )
+
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+
+    name: ClassVar[str] = "encoder_attn"
+    """What a decoder layer calls its cross-attention."""
 
     @property
     def native_window(self) -> int:
@@ -26,5 +39,7 @@ class BartAdapter(EncoderDecoderAdapter):
                 plain_linear(attention.k_proj, attention),
                 plain_linear(attention.v_proj, attention),
             )
-            for layer_idx, attention in enumerate(layer.encoder_attn for layer in self.model.get_decoder().layers)
+            for layer_idx, attention in enumerate(
+                getattr(layer, self.name) for layer in self.model.get_decoder().layers
+            )
         ]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from memstore.errors import CheckError, HookError
 from memstore.evaluating import evaluating
 from memstore.hooks import tapped
 from memstore.memory import OpenMemory
+from memstore.reading.passes import EncoderStates
 from memstore.reading.scouting import turned
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ def written_queries(adapter: EncoderDecoderAdapter, opened: OpenMemory) -> dict[
         asked.setdefault(i, []).append(query)
         scalings[i] = scaling
 
-    room = getattr(model.config, "max_target_positions", adapter.max_window)
+    room = adapter.max_target
     written = WRITTEN if room is None else max(1, min(WRITTEN, room // 2))  # and its start needs some
     queries: dict[int, Tensor] = {}
     with evaluating(model):
         with _greedy(model, written + 1), tapped([attention.module for attention in attentions], note):
             for start, stop in passages(opened.manifest.num_tokens, adapter.native_window):
                 states = opened.rows("hidden", start, stop).to(model.device, model.dtype)[None]
-                model.generate(encoder_outputs=BaseModelOutput(last_hidden_state=states))
+                model.generate(encoder_outputs=EncoderStates(last_hidden_state=states))
         _check_complete(adapter, asked, len(attentions))
         for i, attention in enumerate(attentions):
             query = torch.cat(asked[i], dim=2)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from memstore.attachment import Attachment, TopK, restart
 from memstore.attention import Partial, Scoring, merge, normalise, ordinary_attention, shifted_exp
@@ -19,7 +18,7 @@ from memstore.hooks import AttentionFunction, base_attention, base_implementatio
 from memstore.indexes import check_backend, open_index
 from memstore.memory import Memory
 from memstore.provenance import readings
-from memstore.reading.passes import checked_layers, device_of, empty_cache, find_cache, finish
+from memstore.reading.passes import EncoderStates, checked_layers, device_of, empty_cache, find_cache, finish
 from memstore.reading.shelves import Looked, Shelves, Source
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class EmptyPrompt(BaseModelOutput):
+class EmptyPrompt(EncoderStates):
     """Encoder outputs that stand for no prompt.
 
     Most models fail on encoder outputs of length 0 and some pass no mask, so the one state in here is hidden by the
@@ -123,8 +122,7 @@ class HiddenAttachment(Attachment):
         if isinstance(tokens := kwargs.get("decoder_input_ids"), Tensor):
             cache = find_cache(given)
             past = 0 if cache is None else int(cache.get_seq_length())
-            limit = getattr(self.model.config, "max_target_positions", self.adapter.max_window)
-            _check_room("What is generated", past + tokens.shape[1], limit)
+            _check_room("What is generated", past + tokens.shape[1], self.adapter.max_target)
         self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
 

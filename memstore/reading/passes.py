@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
 
 from memstore.errors import AttachError
+
+
+@dataclass
+class EncoderStates(BaseModelOutput):
+    """Encoder outputs for any family: models with experts ask theirs how the tokens were routed, and take None."""
+
+    router_logits: tuple[Tensor, ...] | None = None
 
 
 def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import pytest
 
 from memstore.testing import ModelAdapterContract
 from memstore_adapters.bart import BartAdapter
+from memstore_adapters.bigbird_pegasus import BigBirdPegasusAdapter
+from memstore_adapters.encoder_decoder import ComposedAdapter
+from memstore_adapters.experts import NllbMoeAdapter, SwitchTransformersAdapter
+from memstore_adapters.generic import GenericAdapter
+from memstore_adapters.led import LEDAdapter
 from memstore_adapters.llama import LlamaAdapter
+from memstore_adapters.speech_to_text import Speech2TextAdapter
 from memstore_adapters.t5 import T5Adapter
+from memstore_adapters.t5gemma import T5GemmaAdapter
 from memstore_adapters.whisper import WhisperAdapter
-from tests.models import build, whisper
+from tests.matrix import FAMILIES
+from tests.models import build
 
 
 class OfFamily(ModelAdapterContract):
@@ -19,6 +27,11 @@ class OfFamily(ModelAdapterContract):
 
     def make_model(self) -> Any:
         return build(self.family)
+
+
+class OfSound(OfFamily):
+    def document(self) -> dict[str, Any]:
+        return FAMILIES[self.family].document(1, 20)
 
 
 class TestBart(OfFamily):
@@ -41,6 +54,30 @@ class TestM2M100(OfFamily):
     adapter, family = BartAdapter, "m2m_100"
 
 
+class TestBlenderbot(OfFamily):
+    adapter, family = BartAdapter, "blenderbot"
+
+
+class TestBlenderbotSmall(OfFamily):
+    adapter, family = BartAdapter, "blenderbot-small"
+
+
+class TestPLBart(OfFamily):
+    adapter, family = BartAdapter, "plbart"
+
+
+class TestPegasusX(OfFamily):
+    adapter, family = BartAdapter, "pegasus_x"
+
+
+class TestBigBirdPegasus(OfFamily):
+    adapter, family = BigBirdPegasusAdapter, "bigbird_pegasus"
+
+
+class TestNllbMoe(OfFamily):
+    adapter, family = NllbMoeAdapter, "nllb-moe"
+
+
 class TestT5(OfFamily):
     adapter, family = T5Adapter, "t5"
 
@@ -51,6 +88,38 @@ class TestMT5(OfFamily):
 
 class TestUMT5(OfFamily):
     adapter, family = T5Adapter, "umt5"
+
+
+class TestLongT5(OfFamily):
+    adapter, family = T5Adapter, "longt5"
+
+
+class TestSwitchTransformers(OfFamily):
+    adapter, family = SwitchTransformersAdapter, "switch_transformers"
+
+
+class TestT5Gemma(OfFamily):
+    adapter, family = T5GemmaAdapter, "t5gemma"
+
+
+class TestLED(OfFamily):
+    adapter, family = LEDAdapter, "led"
+
+    def batch(self) -> dict[str, Any]:
+        return FAMILIES["led"].inputs(self.document())
+
+
+class TestBertAndGpt2(OfFamily):
+    adapter, family = ComposedAdapter, "encoder-decoder (BERT, GPT-2)"
+
+
+class TestRobertaAndRoberta(OfFamily):
+    adapter, family = ComposedAdapter, "encoder-decoder (RoBERTa, RoBERTa)"
+
+
+@pytest.mark.filterwarnings("ignore::memstore.errors.GenericAdapterNotice")
+class TestUnknown(OfFamily):
+    adapter, family = GenericAdapter, "made-up"
 
 
 class TestLlama(OfFamily):
@@ -73,11 +142,9 @@ class TestQwen3(OfFamily):
     adapter, family = LlamaAdapter, "qwen3"
 
 
-class TestWhisper(ModelAdapterContract):
-    adapter = WhisperAdapter
+class TestWhisper(OfSound):
+    adapter, family = WhisperAdapter, "whisper"
 
-    def make_model(self) -> Any:
-        return whisper()
 
-    def document(self) -> dict[str, Any]:
-        return {"input_features": torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(1))}
+class TestSpeech2Text(OfSound):
+    adapter, family = Speech2TextAdapter, "speech_to_text"

