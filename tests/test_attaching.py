@@ -114,20 +114,6 @@ def unsupported():
     yield tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=9)), "'gpt2'"
     sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     yield tf.ViTModel(tf.ViTConfig(image_size=16, patch_size=8, **sizes)), "'vit'"
-    led: dict[str, Any] = {
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "d_model": 8,
-        "encoder_ffn_dim": 8,
-        "decoder_ffn_dim": 8,
-    }
-    heads: dict[str, Any] = {
-        "encoder_attention_heads": 1,
-        "decoder_attention_heads": 1,
-        "vocab_size": 9,
-        "attention_window": 4,
-    }
-    yield tf.LEDForConditionalGeneration(tf.LEDConfig(**led, **heads)), "'led'"
 
 
 @pytest.mark.parametrize("other", list(unsupported()), ids=lambda value: value[1])
