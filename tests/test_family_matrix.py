@@ -9,7 +9,7 @@ import torch
 
 import memstore
 from tests.matrix import COLUMNS, FAMILIES
-from tests.models import build, tokens
+from tests.models import build, set_attention, tokens
 
 EXACT = 1e-4
 ANSWER = tokens(7, seed=1, rows=1)
@@ -88,7 +88,8 @@ def rows_of_their_own(reading):
 def provenance(reading):
     """With a prompt of its own, of which the plain model's weights say what is left for the memories."""
     documents, prompt = [("one", 60), ("two", 40)], ("prompt", 20)
-    reading.bare.set_attn_implementation("eager")
+    for model in (reading.bare, reading.model):
+        set_attention(model, "eager")  # which alone gives its weights
     length = reading.states(prompt).last_hidden_state.shape[1]
     weights = reading.plain(prompt, *documents, output_attentions=True).cross_attentions
     with memstore.attach(reading.model, *reading.read(*documents), top_k="all", explain=True) as attached:
