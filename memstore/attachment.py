@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
@@ -112,9 +112,10 @@ class Attachment(ABC):
         Raises what :func:`memstore.attach` raises for them, and AttachError in the middle of a step; then all is as it
         was.
         """
-        self._check_entered()
-        self._check_fit(memories)
-        self._change(with_more(self.rows, memories, rows))
+        with self._between_steps():
+            lists = with_more(self.rows, memories, rows)
+            self._check_fit(memories)
+            self._read_from_now_on(lists)
 
     def remove(self, *memories: Memory, rows: Collection[int] | None = None) -> None:
         """Detach memories from these rows, None standing for all that have them, between two steps or generations.
@@ -122,8 +123,8 @@ class Attachment(ABC):
         Raises AttachError for a memory that is not attached there, a row that would have none left, and in the middle
         of a step; then all is as it was.
         """
-        self._check_entered()
-        self._change(with_fewer(self.rows, memories, rows))
+        with self._between_steps():
+            self._read_from_now_on(with_fewer(self.rows, memories, rows))
 
     def empty_prompt(self, batch_size: int = 1) -> Any:
         """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt. Raises AttachError if the model
@@ -194,11 +195,14 @@ class Attachment(ABC):
         for memory in memories:
             check_fits(memory, self.adapter, facts, self.strict)
 
-    def _change(self, rows: Rows) -> None:
-        with self._claim:  # so that no step begins meanwhile
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Inside, no step begins. Raises AttachError if one is running, or nothing is attached."""
+        self._check_entered()
+        with self._claim:
             if self._thread is not None:
                 raise AttachError("A step is running: memories are added and removed between steps.")
-            self._read_from_now_on(rows)
+            yield
 
     def _read_from_now_on(self, rows: Rows) -> None:
         """Let the rows read these memories: open the new ones, close those that no row reads. If one cannot be read,

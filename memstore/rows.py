@@ -8,6 +8,7 @@ from memstore.errors import AttachError
 from memstore.memory import Memory
 
 Rows = list[list[Memory]]
+WANTED = "Give memories as a store gives them, store['name']"
 
 
 def unified(rows: Sequence[Sequence[Memory]]) -> Rows:
@@ -15,9 +16,8 @@ def unified(rows: Sequence[Sequence[Memory]]) -> Rows:
 
     Raises AttachError for what are no lists of memories, and for a row that reads nothing, or one memory twice.
     """
-    lists_given = isinstance(rows, Sequence) and all(isinstance(row, Sequence) for row in rows)
-    if not lists_given or not all(isinstance(memory, Memory) for row in rows for memory in row):
-        raise AttachError("Give memories as a store gives them, store['name'], and rows= as one list of them a row.")
+    if not isinstance(rows, Sequence) or not all(map(_are_memories, rows)):
+        raise AttachError(f"{WANTED}, and rows= as one list of them a row.")
     same: dict[tuple[object, str], Memory] = {}
     lists = [[same.setdefault(_key(memory), memory) for memory in row] for row in rows]
     if not lists or not all(lists):
@@ -47,8 +47,8 @@ def with_fewer(rows: Rows, memories: Sequence[Memory], chosen: Collection[int] |
     for memory in memories:
         reading = {i for i, row in enumerate(rows) if _key(memory) in map(_key, row)}
         if not reading or (chosen is not None and not wanted <= reading):
-            where = "row" if chosen is None else f"row {min(wanted - reading)}"
-            raise AttachError(f"Memory {memory.name!r} is not attached to {'any ' * (chosen is None)}{where}.")
+            where = "any row" if chosen is None else f"row {min(wanted - reading)}"
+            raise AttachError(f"Memory {memory.name!r} is not attached to {where}.")
     lists = [[m for m in row if i not in wanted or _key(m) not in gone] for i, row in enumerate(rows)]
     for i, row in enumerate(lists):
         if not row:
@@ -60,10 +60,14 @@ def _key(memory: Memory) -> tuple[object, str]:
     return memory.store.path, memory.manifest.id
 
 
+def _are_memories(row: object) -> bool:
+    return isinstance(row, Sequence) and all(isinstance(memory, Memory) for memory in row)
+
+
 def _checked(rows: Rows, memories: Sequence[Memory], chosen: Collection[int] | None) -> set[int]:
     """The rows that are meant."""
-    if not memories:
-        raise AttachError("Give at least one memory.")
+    if not memories or not _are_memories(memories):
+        raise AttachError(f"{WANTED}; at least one.")
     if chosen is None:
         return set(range(len(rows)))
     known = isinstance(chosen, Collection) and all(type(row) is int and row in range(len(rows)) for row in chosen)

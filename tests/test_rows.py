@@ -205,7 +205,7 @@ def test_a_compiled_decoder_reads_what_is_attached(library, compiler):
 
 def test_generate_compiles_its_steps_over_a_static_cache(library, compiler):
     model, prompts = shallow("bart"), tokens(9, seed=1, rows=2)
-    compiling = CompileConfig(backend="eager", mode=None)
+    compiling: Any = CompileConfig(backend="eager", mode="default")
     compiling._compile_all_devices = True
     settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 2.0}
     static = {"cache_implementation": "static", "compile_config": compiling}
