@@ -6,16 +6,18 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memstore.attachment import Attachment
-from memstore.errors import AttachError, FingerprintMismatchError, FingerprintWarning
+from transformers import PreTrainedModel
+
+from memstore.errors import AttachError, FingerprintMismatchError, FingerprintWarning, UnsupportedModelError
 from memstore.fingerprint import fingerprint, mismatches
 from memstore.memory import Memory
 from memstore.registry import adapter_for
+from memstore.rows import unified
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
-    from transformers import PreTrainedModel
 
+    from memstore.attachment import Attachment
     from memstore.interfaces import ModelAdapter
 
 
@@ -34,20 +36,20 @@ def attach(
 
     Raises UnsupportedModelError, FingerprintMismatchError, or AttachError for what cannot be attached together.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no transformers model. Attach to the model itself; of one that is wrapped or "
+            "compiled, to that inside."
+        )
     if (rows is None) == (not memories):
         raise AttachError("Give at least one memory, or rows=[[…], …] with one list of memories for each batch row.")
-    lists = [list(memories)] if rows is None else [list(row) for row in rows]
-    if not lists or not all(lists):
-        raise AttachError("Every batch row needs at least one memory.")
-    for row in lists:
-        names = [memory.name for memory in row]
-        if len({memory.manifest.id for memory in row}) < len(row):
-            raise AttachError(f"A memory is attached twice to one row: {', '.join(names)}.")
+    lists = unified([memories] if rows is None else rows)
     adapter = adapter_for(model)(model)
     facts = fingerprint(adapter)
     for memory in {id(memory): memory for row in lists for memory in row}.values():
         check_fits(memory, adapter, facts, strict)
     attachment: Attachment = adapter.attachment(lists, **options)
+    attachment.strict = strict
     return attachment
 
 
@@ -69,7 +71,7 @@ def check_fits(memory: Memory, adapter: ModelAdapter, facts: dict[str, JsonValue
     )
     if strict:
         raise FingerprintMismatchError(message)
-    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach
+    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach, or of add
 
 
 def _dtype(memory: Memory) -> str:

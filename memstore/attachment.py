@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from torch import Tensor, nn
 
+from memstore.attaching import check_fits
 from memstore.errors import AttachError, FingerprintMismatchError, HookError
-from memstore.fingerprint import tokenizer_hash
-from memstore.hooks import AttentionFunction, install
+from memstore.fingerprint import fingerprint, tokenizer_hash
+from memstore.hooks import AttentionFunction, install, uncompiled
 from memstore.memory import Memory, OpenMemory
+from memstore.places import Places
 from memstore.provenance import Reading
+from memstore.reading.passes import device_of
+from memstore.rows import Rows, with_fewer, with_more
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,12 +33,11 @@ INPUTS = ("input_ids", "inputs", "input_features", "inputs_embeds")  # of which 
 class Attachment(ABC):
     """Memories bound to a model: a context manager. On leaving it, also by an exception, every hook is gone."""
 
+    strict = True  # whether a memory that is added must have the model's fingerprint
+
     def __init__(self, adapter: ModelAdapter, rows: Sequence[Sequence[Memory]], explain: bool) -> None:
         self.adapter, self.model, self.explain = adapter, adapter.model, explain
-        same: dict[tuple[Any, str], Memory] = {}  # one object stands for a memory, however often it was looked up
-        self.rows = [
-            [same.setdefault((memory.store.path, memory.manifest.id), memory) for memory in row] for row in rows
-        ]
+        self.rows = [list(row) for row in rows]
         self._opened: dict[int, OpenMemory] = {}
         self._stack = ExitStack()
         self._readings: list[Reading] = []
@@ -61,7 +64,8 @@ class Attachment(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Build what reading needs, once the memories are open."""
+        """Build what reading needs and is not there yet, once the memories of all rows are open: on entering, and when
+        the rows' memories have changed. Where that fails, all is as it was."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -75,15 +79,12 @@ class Attachment(ABC):
         if self._opened:
             raise AttachError("This attachment is in use already; leave it before entering it again.")
         with ExitStack() as stack:
-            for memory in (memory for row in self.rows for memory in row):
-                if id(memory) not in self._opened:
-                    self._opened[id(memory)] = stack.enter_context(memory.open())
-                    if self.explain:
-                        _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
-            stack.callback(self._opened.clear)
+            stack.callback(self._close_all_but, ())
             stack.callback(self._release)
-            self._prepare()
-            stack.callback(install(self._readers()))
+            self._read_from_now_on(self.rows)
+            readers = self._readers()
+            stack.callback(install(readers))
+            self._places, self._device = Places(self.model, readers), device_of(self.model)
             stage = self._stage()
             stack.callback(stage.register_forward_pre_hook(self._pre_hook, with_kwargs=True).remove)
             stack.callback(stage.register_forward_hook(self._post_hook).remove)
@@ -101,6 +102,29 @@ class Attachment(ABC):
         raise AttachError(
             "An attachment, and a model while it has one, cannot be copied or pickled. Leave the attachment first."
         )
+
+    def add(self, *memories: Memory, rows: Collection[int] | None = None) -> None:
+        """Attach more memories to these rows, None standing for all, between two steps or generations.
+
+        Only they are opened and searched; what is attached already stays as it is. A decoder-only model reads them for
+        new prompts: a sequence that is being written keeps the excerpt that was chosen for it.
+
+        Raises what :func:`memstore.attach` raises for them, and AttachError in the middle of a step; then all is as it
+        was.
+        """
+        with self._between_steps():
+            lists = with_more(self.rows, memories, rows)
+            self._check_fit(memories)
+            self._read_from_now_on(lists)
+
+    def remove(self, *memories: Memory, rows: Collection[int] | None = None) -> None:
+        """Detach memories from these rows, None standing for all that have them, between two steps or generations.
+
+        Raises AttachError for a memory that is not attached there, a row that would have none left, and in the middle
+        of a step; then all is as it was.
+        """
+        with self._between_steps():
+            self._read_from_now_on(with_fewer(self.rows, memories, rows))
 
     def empty_prompt(self, batch_size: int = 1) -> Any:
         """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt. Raises AttachError if the model
@@ -127,8 +151,7 @@ class Attachment(ABC):
         Raises FingerprintMismatchError for another tokenizer than the one a memory was written with, AttachError for
         inputs that cannot be shared out among the rows.
         """
-        if not self._opened:
-            raise AttachError("Nothing is attached yet: write `with memstore.attach(…) as attached:` around the use.")
+        self._check_entered()
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if prompt is not None and tokenizer is None:
@@ -138,6 +161,8 @@ class Attachment(ABC):
             raise AttachError("Give either a prompt in words or tensors, not both.")
         if tokenizer is not None and not given and len(self.rows) > 1:
             raise AttachError("An answer in words is that of one row; give tensors for all rows, and no tokenizer.")
+        if prompt is None and not given and kwargs.get("assistant_model") is not None:
+            raise AttachError("An assistant model reads the prompt for itself, and there is none. Give a prompt.")
         for tensor in given:  # before beams are made of rows: then a row's beams could be taken for further rows
             self._groups(len(tensor))
         if prompt is not None:
@@ -161,6 +186,60 @@ class Attachment(ABC):
             raise AttachError("Attach with explain=True to learn what was read.")
         return list(self._readings)
 
+    def _check_entered(self) -> None:
+        if not self._opened:
+            raise AttachError("Nothing is attached yet: write `with memstore.attach(…) as attached:` around the use.")
+
+    def _check_fit(self, memories: Sequence[Memory]) -> None:
+        facts = fingerprint(self.adapter)
+        for memory in memories:
+            check_fits(memory, self.adapter, facts, self.strict)
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Inside, no step begins. Raises AttachError if one is running, or nothing is attached."""
+        self._check_entered()
+        with self._claim:
+            if self._thread is not None:
+                raise AttachError("A step is running: memories are added and removed between steps.")
+            yield
+
+    def _read_from_now_on(self, rows: Rows) -> None:
+        """Let the rows read these memories: open the new ones, close those that no row reads. If one cannot be read,
+        nothing has changed."""
+        before = self.rows, tuple(self._opened)
+        try:
+            for memory in (memory for row in rows for memory in row):
+                if id(memory) not in self._opened:
+                    self._opened[id(memory)] = memory.open()
+                    if self.explain:
+                        _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
+            self.rows = rows
+            self._prepare()
+        except BaseException:
+            self.rows = before[0]
+            self._close_all_but(before[1])
+            raise
+        self._close_all_but({id(memory) for row in rows for memory in row})
+
+    def _close_all_but(self, kept: Collection[int]) -> None:
+        for key in [key for key in self._opened if key not in kept]:
+            self._opened.pop(key).close()
+
+    def _check_same(self) -> None:
+        """Raises AttachError if the model is no longer what the memories were attached to."""
+        name, device = type(self.model).__name__, device_of(self.model)
+        if device != self._device:
+            raise AttachError(
+                f"This {name} was moved from {self._device} to {device} while memories are attached to it. Move it "
+                "back, or leave the attachment and attach them again."
+            )
+        if (exchanged := self._places.exchanged()) is not None:
+            raise AttachError(
+                f"{exchanged} of this {name} was exchanged while memories are attached to it. Leave the attachment and "
+                "attach them again, to the model as it is now."
+            )
+
     def _check_length(self, num_tokens: int) -> None:
         """Raises AttachError for a prompt that no model can read."""
         if not num_tokens:
@@ -176,6 +255,7 @@ class Attachment(ABC):
                     f"{ours}, given: {theirs}). Use the tokenizer that belongs to the model."
                 )
 
+    @uncompiled
     def _pre_hook(
         self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -186,9 +266,11 @@ class Attachment(ABC):
                     "with a lock around generate."
                 )
             self._thread = threading.get_ident()
+        self._check_same()
         self._calls, self._step = 0, self._step + 1
         return args, self._before(args, kwargs)
 
+    @uncompiled
     def _post_hook(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._calls:
             raise HookError(
@@ -197,6 +279,7 @@ class Attachment(ABC):
             )
         self._after(output)
 
+    @uncompiled
     def _free(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The step is over, whether it succeeded or not; a pass inside of a step does not end it."""
         if self._thread == threading.get_ident() and not self._nested():

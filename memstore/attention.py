@@ -201,12 +201,12 @@ def _ordinary_chunk(
     scores = (grouped @ key.float().transpose(2, 3)).view(b, h, t, n) * scaling
     scores = Scoring(softcap=softcap)(scores)
     if bias is not None:
-        scores = scores + bias
+        scores = scores + bias.float()
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
     elif mask is not None:
         # An additive mask marks what is hidden with the lowest finite number; a merge needs a true -inf.
-        scores = (scores + mask).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+        scores = (scores + mask.float()).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
     m = scores.amax(-1, keepdim=True)
     weights = shifted_exp(scores, m)
     o = (weights.view(b, groups, -1, n) @ value.float()).view(b, h, t, -1)

@@ -56,7 +56,7 @@ class EncoderDecoderAdapter(ModelAdapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        if not model.config.is_encoder_decoder:
+        if not model.config.is_encoder_decoder or model.get_encoder() is model:
             raise UnsupportedModelError(
                 f"{type(model).__name__} is only a part of an encoder-decoder; load the whole model, for example with "
                 "AutoModelForSeq2SeqLM."

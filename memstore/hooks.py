@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -27,6 +28,7 @@ PREFIX = "memstore-"
 SUPPORTED = ("sdpa", "eager")
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+F = TypeVar("F", bound=Callable[..., Any])
 
 _readers: WeakKeyDictionary[nn.Module, AttentionFunction] = WeakKeyDictionary()
 _switched: dict[int, tuple[PretrainedConfig, str, int]] = {}  # config id -> (config, name before, attachments)
@@ -54,6 +56,11 @@ def reader_of(module: nn.Module) -> AttentionFunction | None:
     return _readers.get(module)
 
 
+def uncompiled(function: F) -> F:
+    """The function, called between the graphs of a compiled model: what it reads and counts is never baked into one."""
+    return cast(F, cast(Any, torch.compiler.disable)(function))
+
+
 def base_attention(module: nn.Module, implementation: str) -> AttentionFunction:
     """The attention function that ``module`` uses under ``implementation`` ("sdpa" or "eager")."""
     if implementation != "eager":
@@ -74,6 +81,7 @@ def base_implementation(module: nn.Module) -> str:
 
 
 def _dispatch(implementation: str) -> AttentionFunction:
+    @uncompiled
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:

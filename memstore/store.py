@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memstore import catalog, pending, registry
 from memstore.catalog import SEALED, is_name, key
 from memstore.errors import (
+    ConfigError,
     DamagedMemoryError,
     FormatError,
     MemoryNotFoundError,
@@ -26,6 +28,8 @@ from memstore.memory_writer import MemoryWriter
 if TYPE_CHECKING:
     from memstore.checking import CheckReport
     from memstore.verify import VerifyResult
+
+Where = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 
 
 def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str) -> MemoryStore:
@@ -88,6 +92,19 @@ class MemoryStore:
     def names(self) -> list[str]:
         """The names of all memories, sorted."""
         return [memory.name for memory in self.memories()]
+
+    def select(self, pattern: str | None = None, *, where: Where | None = None) -> list[Memory]:
+        """The memories whose name fits a pattern and whose metadata is as wanted, sorted by name.
+
+        pattern: as for files, ``*``, ``?`` and ``[…]``, with regard to case; None for any name. where: a mapping, whose
+        keys the metadata must have with equal values, or a function of the metadata. Raises ConfigError for anything
+        else.
+        """
+        if pattern is not None and not isinstance(pattern, str):
+            raise ConfigError(f"pattern={pattern!r} must be a text such as 'gospel-*', or None for any name.")
+        wanted = _predicate(where)
+        named = (memory for memory in self.memories() if pattern is None or fnmatchcase(memory.name, pattern))
+        return [memory for memory in named if wanted(memory.metadata)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -226,3 +243,16 @@ class MemoryStore:
     def check_writable(self) -> None:
         """Raises ReadOnlyStoreError for a store that was opened with ``mode="r"``."""
         self.records.check_writable()
+
+
+def _predicate(where: Where | None) -> Callable[[dict[str, Any]], bool]:
+    if where is None:
+        return lambda metadata: True
+    if isinstance(where, Mapping):
+        if wrong := [key for key in where if not isinstance(key, str)]:
+            raise ConfigError(f"where={where!r}: metadata has names for keys, and {wrong[0]!r} is none.")
+        facts = dict(where)
+        return lambda metadata: all(key in metadata and metadata[key] == value for key, value in facts.items())
+    if callable(where):
+        return where
+    raise ConfigError(f"where={where!r} must be a mapping such as {{'author': 'unknown'}}, or a function of metadata.")

@@ -124,10 +124,49 @@ def test_a_model_without_adapter_is_told_what_is_supported(library, other):
             use()
 
 
-def test_a_part_of_a_model_is_told_what_it_lacks(library):
-    part = tf.BartForCausalLM(build("bart").config)
-    with pytest.raises(UnsupportedModelError, match="BartForCausalLM is only a part"):
-        read(library, part)
+def parts():
+    for family in SEQ2SEQ:
+        model = build(family)
+        yield model.get_encoder()
+        yield model.get_decoder()
+    yield tf.T5EncoderModel(build("t5").config)
+    yield tf.BartForCausalLM(build("bart").config)
+
+
+@pytest.mark.parametrize("part", list(parts()), ids=lambda part: f"{part.config.model_type}-{type(part).__name__}")
+def test_a_part_of_a_model_is_told_what_it_lacks(library, part):
+    memory = read(library, build(part.config.model_type))
+    for use in (lambda: read(library, part, "new"), lambda: memstore.attach(part, memory)):
+        with pytest.raises(UnsupportedModelError, match=f"{type(part).__name__} is only a part of an encoder-decoder"):
+            use()
+
+
+def test_what_is_no_model_and_what_is_no_memory_are_refused(library, model):
+    memory = read(library, model)
+    others: list[Any] = [None, torch.nn.Linear(2, 2), torch.compile(model, backend="eager")]
+    for other in others:
+        with pytest.raises(UnsupportedModelError, match=f"{type(other).__name__} is no transformers model"):
+            memstore.attach(other, memory)
+    for memories in (["doc"], [[memory]], [memory.manifest]):
+        with pytest.raises(AttachError, match=r"store\['name'\]"):
+            memstore.attach(model, *memories)
+    for rows in ([memory], 3, [["doc"]], {0: [memory]}):
+        with pytest.raises(AttachError, match="one list of them a row"):
+            memstore.attach(model, rows=rows)
+
+
+def test_a_memory_is_attached_once_to_a_row(library, model):
+    memory = read(library, model)
+    for again in (memory, library["doc"]):
+        with pytest.raises(AttachError, match="attached twice to one row: doc, doc"):
+            memstore.attach(model, memory, again)
+    with memstore.attach(model, memory):
+        expected = run(model, rows=2)
+    with memstore.attach(model, rows=[[memory], [library["doc"]]]):
+        assert torch.equal(run(model, rows=2), expected)
+
+
+def test_a_model_without_a_head_reads(library):
     base = build("bart").model
     memory = read(library, base, length=30)
     with memstore.attach(base, memory) as attached, torch.no_grad():
@@ -139,13 +178,36 @@ def test_a_part_of_a_model_is_told_what_it_lacks(library):
     assert torch.equal(answer, by_place)
 
 
-def test_a_projection_that_is_no_plain_linear_map_is_refused(library):
+class Scaled(torch.nn.Linear):
+    """A projection that does more than its weight says, as a low-rank adapter does."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("kind", ["Sequential", "Scaled"])
+def test_a_projection_that_is_no_plain_linear_map_is_refused(library, name, kind):
     model = build("bart")
     memory = read(library, model)
     attention = model.model.decoder.layers[1].encoder_attn
-    attention.k_proj = torch.nn.Sequential(attention.k_proj, torch.nn.LayerNorm(48))
-    with pytest.raises(UnsupportedModelError, match="Sequential"):
+    other = torch.nn.Sequential(getattr(attention, name), torch.nn.LayerNorm(48)) if kind == "Sequential" else None
+    setattr(attention, name, other or Scaled(48, 48))
+    with pytest.raises(UnsupportedModelError, match=kind):
         memstore.attach(model, memory)
+
+
+def test_a_query_may_be_projected_in_any_way(library):
+    model = build("bart")
+    attention = model.model.decoder.layers[1].encoder_attn
+    attention.q_proj = torch.nn.Sequential(attention.q_proj, torch.nn.LayerNorm(48))
+    memory = read(library, model)
+    with torch.no_grad():
+        states = model.get_encoder()(input_ids=torch.tensor(memory.token_ids.tolist())[None])
+        expected = model(encoder_outputs=states, decoder_input_ids=tokens(5, seed=2, rows=1)).logits
+        with memstore.attach(model, memory, top_k="all") as attached:
+            read_back = model(encoder_outputs=attached.empty_prompt(), decoder_input_ids=tokens(5, seed=2, rows=1))
+    torch.testing.assert_close(read_back.logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_flash_attention_is_refused(library, model):

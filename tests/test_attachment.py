@@ -16,6 +16,7 @@ from memstore import hooks
 from memstore.errors import (
     AttachError,
     DamagedMemoryError,
+    FingerprintMismatchError,
     HookError,
     MemoryNotFoundError,
     StoreError,
@@ -242,13 +243,89 @@ def test_memories_that_are_gone(library, model):
         pass
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_that_changes_its_dtype_while_attached_reads_on(library, model, dtype):
+@pytest.mark.parametrize(("dtype", "close"), [(torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.float64, 1e-5)])
+def test_a_model_that_changes_its_dtype_while_attached_reads_on(library, model, dtype, close):
+    memory = read(library, model)
+    with memstore.attach(model, memory) as attached:
+        expected = run(model)
+        model.to(dtype)
+        assert (run(model).float() - expected).abs().max() < close * expected.abs().max()
+        with pytest.raises(FingerprintMismatchError, match="compute_dtype"):
+            attached.add(read(library, build(model_name(model)), "other"))
+
+
+def model_name(model):
+    return "mistral-sliding" if model.config.model_type == "mistral" else model.config.model_type
+
+
+def test_a_model_that_is_moved_while_attached_is_refused(library, model):
+    with memstore.attach(model, read(library, model)):
+        run(model)
+        model.to("meta")
+        for _ in range(2):
+            with pytest.raises(AttachError, match="was moved from cpu to meta while memories are attached"):
+                run(model)
+    assert not hooks._switched and not len(hooks._readers)
+
+
+EXCHANGED: dict[str, Any] = {
+    "a projection": lambda layer, name: setattr(getattr(layer, name), "k_proj", torch.nn.Linear(48, 48)),
+    "the attention": lambda layer, name: setattr(layer, name, copy.deepcopy(getattr(layer, name))),
+}
+
+
+@pytest.mark.parametrize("what", [*EXCHANGED, "the layer"])
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_part_that_is_exchanged_while_attached_is_noticed(library, family, what):
+    model = build(family)
+    memory, layers = read(library, model), model.base_model.get_decoder().layers
+    twin = copy.deepcopy(layers[1])
+    with memstore.attach(model, memory):
+        run(model)
+        if what == "the layer":
+            layers[1] = twin
+        else:
+            EXCHANGED[what](layers[1], "encoder_attn" if family == "bart" else "self_attn")
+        with pytest.raises(AttachError, match=r"layers.1.* was exchanged while memories are attached"):
+            run(model)
+    if what != "a projection":
+        with memstore.attach(model, memory):
+            run(model)
+
+
+@pytest.mark.parametrize("way", ["written in place", "a new parameter"])
+def test_weights_that_change_while_attached_are_those_that_read(library, way):
+    model = build("bart")
+    memory, values = read(library, model), torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
+    attention = model.model.decoder.layers[1].encoder_attn
+    with memstore.attach(model, memory):
+        before = run(model)
+        for projection in (attention.k_proj, attention.v_proj):
+            if way == "written in place":
+                projection.weight.data.copy_(values)
+            else:
+                projection.weight = torch.nn.Parameter(values)
+        changed = run(model)
+    assert not torch.equal(changed, before)
+    with memstore.attach(model, memory):
+        assert torch.equal(run(model), changed)
+
+
+def test_training_reads_without_dropout_of_attention(library):
+    """All other dropout is as usual; here there is none."""
+    model = build("bart")
     memory = read(library, model)
     with memstore.attach(model, memory):
         expected = run(model)
-        model.to(dtype)
-        assert (run(model).float() - expected).abs().max() < 0.1 * expected.abs().max()
+        model.train()
+        for module in model.modules():
+            for name in ("dropout", "activation_dropout", "encoder_layerdrop", "layerdrop"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+        for layer in model.model.decoder.layers:
+            layer.encoder_attn.dropout = 0.9
+        assert torch.equal(run(model), expected)
+    assert not torch.equal(run(model), run(model))
 
 
 def test_attention_that_never_calls_the_interface_is_noticed(library, model):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,9 +76,9 @@ class ProbedReading(HiddenAttachment):
     """The reading of encoder states [1, n, d] that stand in no store."""
 
     def __init__(self, adapter: EncoderDecoderAdapter, states: Tensor) -> None:
-        nowhere = SimpleNamespace(path=None)
         memory = SimpleNamespace(
-            store=nowhere, manifest=SimpleNamespace(id=""), num_tokens=states.shape[1], open=nullcontext
+            num_tokens=states.shape[1],
+            open=lambda: SimpleNamespace(close=lambda: None),  # there is nothing to open
         )
         super().__init__(adapter, [[cast(Memory, memory)]], top_k="all")
         self._states = states[0]

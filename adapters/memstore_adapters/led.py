@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.models.led.modeling_led import LEDDecoderAttention
 
-from memstore.hooks import reader_of, wrap
+from memstore.hooks import reader_of, uncompiled, wrap
 from memstore.reading.passes import find_cache
 from memstore_adapters.bart import BartAdapter
 
@@ -17,6 +17,7 @@ from memstore_adapters.bart import BartAdapter
 class ReadingLEDAttention(LEDDecoderAttention):
     """LED's decoder attention, which follows no AttentionInterface, as it stands in an attached cross-attention."""
 
+    @uncompiled
     def forward(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Any]:

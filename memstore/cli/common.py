@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from memstore.interfaces import Mode
+    from memstore.memory import Memory
     from memstore.store import MemoryStore
 
 P = ParamSpec("P")
@@ -93,6 +94,11 @@ def open_store(path: Path | None, mode: Mode) -> MemoryStore:
             "`memstore config show --origin` tells where this one was named."
         )
     return memstore.open(path or configured.settings.store.path, mode, records=records)
+
+
+def matching(store: MemoryStore, name: str) -> list[Memory]:
+    """The memory of this name; where there is none, those whose names fit it as a pattern, sorted."""
+    return [store[name]] if name in store else store.select(name)
 
 
 def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

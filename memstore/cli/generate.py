@@ -14,14 +14,17 @@ from memstore.cli.common import (
     ModelOption,
     StoreOption,
     load_model,
+    matching,
     open_store,
     out,
     write_json,
 )
+from memstore.errors import MemoryNotFoundError
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.provenance import Reading
+    from memstore.store import MemoryStore
 
 MOST_PASSAGES = 5
 EXCERPT = 200  # characters of a passage that are shown
@@ -31,7 +34,12 @@ def generate(
     model: ModelOption,
     memory: Annotated[
         list[str],
-        typer.Option("--memory", metavar="NAME", help="A memory to read; may be repeated.", show_default=False),
+        typer.Option(
+            "--memory",
+            metavar="NAME",
+            help="A memory to read, or a pattern such as 'gospel-*' for several; may be repeated.",
+            show_default=False,
+        ),
     ],
     prompt: Annotated[
         str | None, typer.Argument(help="What to ask. An encoder-decoder may be asked nothing.", show_default=False)
@@ -45,7 +53,7 @@ def generate(
 ) -> None:
     """Answer a prompt with memories attached to the model that wrote them."""
     with open_store(store, "r") as opened:
-        memories = [opened[name] for name in dict.fromkeys(memory)]  # a wrong name is told before the model is loaded
+        memories = _chosen(opened, memory)  # a wrong name is told before the model is loaded
         loaded, tokenizer = load_model(model, dtype)
         with memstore.attach(loaded, *memories, explain=explain) as attached:
             text = attached.generate(prompt, tokenizer=tokenizer, max_new_tokens=max_new_tokens, num_beams=num_beams)
@@ -61,6 +69,19 @@ def generate(
         out.print(f"\n{passage['share']:.1%} of attention: {where}", style="dim", soft_wrap=True)
         if "text" in passage:
             out.print(" ".join(passage["text"].split())[:EXCERPT], soft_wrap=True)
+
+
+def _chosen(store: MemoryStore, names: Iterable[str]) -> list[Memory]:
+    """The memories of these names and patterns, each once. Raises MemoryNotFoundError for one that fits none."""
+    found: dict[str, Memory] = {}
+    for name in names:
+        memories = matching(store, name)
+        if not memories:
+            raise MemoryNotFoundError(
+                f"The store {store.path} holds no memory named {name!r}, and none whose name fits it as a pattern."
+            )
+        found |= {memory.name: memory for memory in memories if memory.name not in found}
+    return list(found.values())
 
 
 def _passages(readings: Iterable[Reading], memories: list[Memory]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from memstore import config
 from memstore.auto import choose
-from memstore.cli.common import JsonOption, StoreOption, complain, open_store, out, size, write_json
+from memstore.cli.common import JsonOption, StoreOption, complain, matching, open_store, out, size, write_json
 from memstore.errors import MemstoreError
 
 if TYPE_CHECKING:
@@ -21,10 +21,18 @@ if TYPE_CHECKING:
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A memory of the store.", show_default=False)]
 
 
-def list_memories(store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """List the memories of a store."""
+def list_memories(
+    pattern: Annotated[
+        str | None,
+        typer.Argument(metavar="[PATTERN]", help="A name, or a pattern such as 'gospel-*'.", show_default=False),
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the memories of a store, all or those whose names fit a pattern."""
     with open_store(store, "r") as opened:
-        memories = [_facts(memory) for memory in opened.memories()]
+        chosen = opened.memories() if pattern is None else matching(opened, pattern)
+        memories = [_facts(memory) for memory in chosen]
     if as_json:
         write_json({"memories": memories})
         return
@@ -36,7 +44,8 @@ def list_memories(store: StoreOption = None, as_json: JsonOption = False) -> Non
         table.add_row(
             facts["name"], f"{facts['num_tokens']:,}", size(facts["nbytes"]), facts["kind"], facts["model"], written
         )
-    out.print(table if memories else "The store is empty.")
+    empty = "The store is empty." if pattern is None else f"No memory's name fits {pattern!r}."
+    out.print(table if memories else empty, soft_wrap=not memories)
 
 
 def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:

@@ -6,15 +6,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from memstore.attachment import Attachment, TopK, restart
 from memstore.attention import Partial, Scoring, merge, normalise, ordinary_attention, shifted_exp
 from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, WindowExceededError
-from memstore.hooks import AttentionFunction, base_attention, base_implementation
+from memstore.hooks import AttentionFunction, base_attention, base_implementation, uncompiled
 from memstore.indexes import check_backend, open_index
 from memstore.memory import Memory
 from memstore.provenance import readings
@@ -70,8 +72,10 @@ class HiddenAttachment(Attachment):
         self.top_k, self.index = adapter.native_window if top_k is None else top_k, index
         self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
         self.layers = checked_layers(layers, len(self.attentions))
-        self._shelves: Shelves | None = None
+        self._shelves = Shelves(None if self.top_k == "all" else self.top_k, self._source)
         self._no_prompt = False
+        self._encoded: tuple[ReferenceType[Any], int] | None = None  # the last prompt's states, and how many rows
+        self._noting: RemovableHandle | None = None
 
     def empty_prompt(self, batch_size: int = 1) -> EmptyPrompt:
         """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt: the memory alone is read.
@@ -84,7 +88,9 @@ class HiddenAttachment(Attachment):
         return EmptyPrompt(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=self.model.device))
 
     def _prepare(self) -> None:
-        self._shelves = Shelves(self.rows, None if self.top_k == "all" else self.top_k, self._source)
+        if self._noting is None:
+            self._noting = self.adapter.encoder.register_forward_hook(self._note_prompt)
+        self._shelves.arrange(self.rows)
 
     def _source(self, memory: Memory, searched: bool) -> Source:
         device, opened = device_of(self.model), self.open_memory(memory)
@@ -95,7 +101,10 @@ class HiddenAttachment(Attachment):
         return Source(memory, blocks, found.indexes["hidden"])
 
     def _release(self) -> None:
-        self._shelves = None
+        if self._noting is not None:
+            self._noting.remove()
+        self._noting = self._encoded = None
+        self._shelves.arrange([])
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         return {
@@ -105,6 +114,12 @@ class HiddenAttachment(Attachment):
             )
             for module, attention in self.attentions.items()
         }
+
+    @uncompiled
+    def _note_prompt(self, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """``generate`` repeats the rows of a prompt's states for beams, in the same object."""
+        if isinstance(states := getattr(output, "last_hidden_state", None), Tensor):
+            self._encoded = ref(output), len(states)
 
     def _stage(self) -> nn.Module:
         return self.model.base_model  # which runs too when the model with its head is called
@@ -123,6 +138,8 @@ class HiddenAttachment(Attachment):
             cache = find_cache(given)
             past = 0 if cache is None else int(cache.get_seq_length())
             _check_room("What is generated", past + tokens.shape[1], self.adapter.max_target)
+        if self._encoded is not None and any(value is self._encoded[0]() for value in given if value is not None):
+            self._groups(self._encoded[1])  # before beams were made of them, which must not pass for further rows
         self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
 
@@ -149,7 +166,6 @@ class HiddenAttachment(Attachment):
         """The attention function of a hooked cross-attention: memories, and the prompt unless it is empty."""
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        assert self._shelves is not None
         self._groups(len(query))
         bias = attention.key_bias(query, scaling)
         # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once.

@@ -86,12 +86,7 @@ class KvAttachment(Attachment):
         default = min(BUDGET, adapter.native_window // 4)
         self.blocks = max(1, (default if budget is None else budget) // BLOCK)
         self.everything = top_k == "all"
-        for memory in (memory for row in rows for memory in row):
-            if memory.manifest.block_tokens % BLOCK:
-                raise AttachError(
-                    f"Memory {memory.name!r} is stored in blocks of {memory.manifest.block_tokens} tokens, which is no "
-                    f"multiple of {BLOCK}. Encode the document with store.encode, which sees to that."
-                )
+        _check_blocks(self.rows)
         self.index = index
         self._indexes: dict[int, dict[str, VectorIndex]] = {}
         self._whole: dict[int, Excerpt] = {}
@@ -106,20 +101,28 @@ class KvAttachment(Attachment):
         return self.everything or single_window or sum(num_blocks(memory.num_tokens) for memory in row) <= self.blocks
 
     def _prepare(self) -> None:
+        _check_blocks(self.rows)
+        whole: dict[int, Excerpt] = {}
+        indexes: dict[int, dict[str, VectorIndex]] = {}
         for i, row in enumerate(self.rows):
             if self._reads_whole(row):
-                size = sum(memory.num_tokens for memory in row) + sink_of(row)[1]
-                if size >= self.adapter.native_window:
-                    raise WindowExceededError(
-                        f"Read whole, the memories need {size} positions; the model has {self.adapter.native_window}. "
-                        "Let the prompt choose from them: leave top_k out, or give budget=."
-                    )
-                everything = [Span(j, 0, memory.num_tokens) for j, memory in enumerate(row)]
-                self._whole[i] = load_excerpt(self.adapter, row, self.open_memory, everything, device_of(self.model))
+                known = self._whole.get(i)
+                whole[i] = known if known is not None and known.memories == row else self._load_whole(row)
                 continue
             for memory in row:
-                if id(memory) not in self._indexes:
-                    self._indexes[id(memory)] = open_index(self.open_memory(memory), self.index).indexes
+                known_indexes = indexes.get(id(memory)) or self._indexes.get(id(memory))
+                indexes[id(memory)] = known_indexes or open_index(self.open_memory(memory), self.index).indexes
+        self._whole, self._indexes = whole, indexes
+
+    def _load_whole(self, row: Sequence[Memory]) -> Excerpt:
+        size = sum(memory.num_tokens for memory in row) + sink_of(row)[1]
+        if size >= self.adapter.native_window:
+            raise WindowExceededError(
+                f"Read whole, the memories need {size} positions; the model has {self.adapter.native_window}. "
+                "Let the prompt choose from them: leave top_k out, or give budget=."
+            )
+        everything = [Span(j, 0, memory.num_tokens) for j, memory in enumerate(row)]
+        return load_excerpt(self.adapter, row, self.open_memory, everything, device_of(self.model))
 
     def _release(self) -> None:
         self._whole.clear()
@@ -299,3 +302,12 @@ class KvAttachment(Attachment):
                     memory = excerpt.memories[span.memory]
                     self._readings.extend(readings(self._step, row, layer, memory, ids, weights[at : at + size]))
                     at += size
+
+
+def _check_blocks(rows: Sequence[Sequence[Memory]]) -> None:
+    for memory in (memory for row in rows for memory in row):
+        if memory.manifest.block_tokens % BLOCK:
+            raise AttachError(
+                f"Memory {memory.name!r} is stored in blocks of {memory.manifest.block_tokens} tokens, which is no "
+                f"multiple of {BLOCK}. Encode the document with store.encode, which sees to that."
+            )

@@ -61,22 +61,36 @@ class Looked(NamedTuple):
 class Shelves:
     """All rows' memories. Rows with the same memories share a shelf."""
 
-    def __init__(
-        self, rows: Sequence[Sequence[Memory]], top_k: int | None, source: Callable[[Memory, bool], Source]
-    ) -> None:
+    def __init__(self, top_k: int | None, source: Callable[[Memory, bool], Source]) -> None:
         """``source(memory, searched)`` opens a memory; top_k: None for all."""
-        self.num_rows = len(rows)
+        self.top_k, self._source = top_k, source
+        self.num_rows = 0
+        self.sources: dict[int, Source] = {}
+        self.shelves: list[Shelf] = []
+
+    def arrange(self, rows: Sequence[Sequence[Memory]]) -> None:
+        """Let each row read these memories from now on. If one cannot be opened, nothing has changed.
+
+        A memory is opened when it is new, and again when it has to be searched for the first time, which needs no more
+        than ``top_k`` tokens of those that were read whole. All others stay as they are.
+        """
         lists: dict[tuple[int, ...], list[int]] = {}
         for i, row in enumerate(rows):
             lists.setdefault(tuple(id(memory) for memory in row), []).append(i)
-        searched = [
-            members for members in lists.values() if top_k is not None and top_k < _num_tokens(rows[members[0]])
+        limits = [
+            self.top_k if self.top_k is not None and self.top_k < _num_tokens(rows[members[0]]) else None
+            for members in lists.values()
         ]
-        wanting = {id(memory) for members in searched for memory in rows[members[0]]}
-        self.sources = {id(memory): source(memory, id(memory) in wanting) for row in rows for memory in row}
+        searched = {key for keys, limit in zip(lists, limits, strict=True) if limit is not None for key in keys}
+        sources: dict[int, Source] = {}
+        for key, memory in {id(memory): memory for row in rows for memory in row}.items():
+            known = self.sources.get(key)
+            fits = known is not None and (key not in searched or known.index is not None)
+            sources[key] = known if known is not None and fits else self._source(memory, key in searched)
+        self.num_rows, self.sources = len(rows), sources
         self.shelves = [
-            Shelf([self.sources[memory] for memory in memories], members, top_k if members in searched else None)
-            for memories, members in lists.items()
+            Shelf([sources[key] for key in keys], members, limit)
+            for (keys, members), limit in zip(lists.items(), limits, strict=True)
         ]
 
     def read(self, queries: Tensor, scoring: Scoring) -> tuple[Partial, list[Looked]]:

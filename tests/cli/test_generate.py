@@ -57,6 +57,14 @@ def test_several_memories_and_beams(run: Run, library: Path, model: Path) -> Non
     assert json.loads(result.stdout)["memories"] == ["ruth[1]", "genesis"]
 
 
+def test_a_pattern_stands_for_the_memories_it_fits(run: Run, library: Path, model: Path) -> None:
+    memories = ("--memory", "ruth[1]", "--memory", "*e*", "--memory", "*")  # the first is a name, though also a pattern
+    arguments = ("--model", model, "--store", library, *memories, "Who?", "--max-new-tokens", 1, "--json")
+    assert json.loads(run("generate", *arguments).stdout)["memories"] == ["ruth[1]", "genesis"]
+    result = run("generate", "--model", "/no/model", "--store", library, "--memory", "gospel-*", "Who?")
+    assert result.exit_code == 1 and "no memory named 'gospel-*', and none whose name fits" in result.stderr
+
+
 def test_explain_shows_the_passages_that_were_read(run: Run, library: Path, model: Path) -> None:
     arguments = ("generate", "--model", model, "--store", library, "--memory", "ruth[1]", "Who?", "--explain")
     passages = json.loads(run(*arguments, "--max-new-tokens", 4, "--json").stdout)["passages"]

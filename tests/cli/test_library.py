@@ -23,6 +23,19 @@ def test_list_shows_every_memory(run: Run, library: Path) -> None:
     assert lines[2].startswith("ruth[1] ")
 
 
+def test_list_takes_a_name_or_a_pattern(run: Run, library: Path) -> None:
+    for pattern, names in (
+        ("gen*", ["genesis"]),
+        ("ruth[1]", ["ruth[1]"]),
+        ("*", ["genesis", "ruth[1]"]),
+        ("Gen*", []),
+    ):
+        memories = json.loads(run("list", pattern, "--store", library, "--json").stdout)["memories"]
+        assert [memory["name"] for memory in memories] == names
+    result = run("list", "Gen*", "--store", library)
+    assert (result.exit_code, result.stdout) == (0, "No memory's name fits 'Gen*'.\n")
+
+
 def test_list_json(run: Run, library: Path) -> None:
     memories = json.loads(run("list", "--store", library, "--json").stdout)["memories"]
     assert [memory["name"] for memory in memories] == ["genesis", "ruth[1]"]

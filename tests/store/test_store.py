@@ -17,6 +17,7 @@ import memstore
 from memstore import registry
 from memstore.catalog import SEALED, key
 from memstore.errors import (
+    ConfigError,
     DocumentError,
     MemoryExistsError,
     MemoryNotFoundError,
@@ -228,3 +229,59 @@ def test_encode_passes_everything_on(library: MemoryStore, monkeypatch: pytest.M
     assert library.encode("model", "tokenizer", "text", name="x", window=5) is memory
     assert seen.pop("positional") == (library, "model", "tokenizer", "text")
     assert {name: value for name, value in seen.items() if value is not None} == {"name": "x", "window": 5}
+
+
+GOSPELS = ("gospel-john", "gospel-mark", "Gospel-luke", "acts", "[draft]")
+
+
+@pytest.fixture
+def gospels(library: MemoryStore) -> MemoryStore:
+    for i, name in enumerate(GOSPELS):
+        metadata = {"author": "unknown" if i % 2 else name, "year": None} if i < 4 else {}
+        with library.create(making.manifest(name, metadata=metadata), making.document()) as writer:
+            making.fill(writer)
+    return library
+
+
+CHOICES: list[tuple[str | None, Any, list[str]]] = [
+    (None, None, ["Gospel-luke", "[draft]", "acts", "gospel-john", "gospel-mark"]),
+    ("gospel-*", None, ["gospel-john", "gospel-mark"]),
+    ("?ospel-[jl]*", None, ["Gospel-luke", "gospel-john"]),
+    ("gospel", None, []),
+    ("[draft]", None, []),  # a pattern of one letter
+    ("[[]draft]", None, ["[draft]"]),
+    (None, {"author": "unknown"}, ["acts", "gospel-mark"]),
+    ("gospel-*", {"author": "unknown", "year": None}, ["gospel-mark"]),
+    (None, {"year": None}, ["Gospel-luke", "acts", "gospel-john", "gospel-mark"]),  # one without years has none
+    (None, {"year": 1}, []),
+    (None, {}, ["Gospel-luke", "[draft]", "acts", "gospel-john", "gospel-mark"]),
+    ("*-*", lambda metadata: "-" in metadata["author"], ["Gospel-luke", "gospel-john"]),
+    (None, lambda metadata: not metadata, ["[draft]"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "where", "names"), CHOICES, ids=range(len(CHOICES)))
+def test_memories_are_selected_by_name_and_metadata(
+    gospels: MemoryStore, pattern: str | None, where: Any, names: list[str]
+) -> None:
+    assert [memory.name for memory in gospels.select(pattern, where=where)] == names
+    if names:
+        del gospels[names[0]]
+        assert [memory.name for memory in gospels.select(pattern, where=where)] == names[1:]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "where", "message"),
+    [
+        (3, None, "pattern=3 must be a text"),
+        (b"gospel", None, "pattern=b'gospel' must be a text"),
+        (None, "unknown", "where='unknown' must be a mapping"),
+        (None, ["author"], "or a function of metadata"),
+        (None, {3: "unknown"}, "and 3 is none"),
+    ],
+)
+def test_what_selects_nothing_that_can_be_is_refused(
+    library: MemoryStore, pattern: Any, where: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        library.select(pattern, where=where)
