@@ -141,7 +141,8 @@ def read_all(
                 with_more(part, score(chunk @ rows.T), rows, each)
                 for part, chunk, score, each in zip(parts, chunks, scorings, tallies, strict=True)
             ]
-    return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    part = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    return part if tally is None or not tally.sums_all else part._replace(l=tally.sums.sum(-1, keepdim=True))
 
 
 def nothing_read(queries: Tensor, width: int) -> Partial:
@@ -154,6 +155,7 @@ def with_more(part: Partial, scores: Tensor, values: Tensor, tally: Tally | None
     """The part [m, ...] after more keys, with scores [m, n], all finite, and values [n, d]: FlashAttention's softmax.
 
     m' = max(m, max s_i),  l' = exp(m - m') l + sum exp(s_i - m'),  o' = exp(m - m') o + sum exp(s_i - m') v_i.
+    Where a ``tally`` sums all weights, l is left to it: so watching costs hardly an operation more.
     """
     highest = scores.amax(-1, keepdim=True)
     if (highest > part.m).any():  # seldom after the first pieces, and where it is not, the scale is 1
@@ -163,7 +165,8 @@ def with_more(part: Partial, scores: Tensor, values: Tensor, tally: Tally | None
     weights = (scores - part.m).exp_()
     if tally is not None:
         tally.add(weights, part.m)
-    return Partial(part.m, part.l + weights.sum(-1, keepdim=True), torch.addmm(part.o, weights, values))
+    l = part.l if tally is not None and tally.sums_all else part.l + weights.sum(-1, keepdim=True)  # noqa: E741
+    return Partial(part.m, l, torch.addmm(part.o, weights, values))
 
 
 def read_rows(

@@ -81,7 +81,7 @@ class ExactIndex(VectorIndex):
         dtype, m = self.blocks[0].dtype, len(queries)
         # A half ends at 65,504, so queries are made so small that no score exceeds the largest number in a key.
         largest = queries.abs().amax(1, keepdim=True).clamp_min(1e-30)
-        scale = largest * self.width if dtype == torch.float16 else 1
+        scale = largest * self.width if dtype == torch.float16 else torch.ones_like(largest)
         scaled = (queries / scale).to(dtype).T
         best_scores = queries.new_empty((m, 0))
         best_ids = torch.empty((m, 0), dtype=torch.int64, device=queries.device)
@@ -95,8 +95,9 @@ class ExactIndex(VectorIndex):
             top, ids = _best(scores, min(k, len(scores)))
             if log_sums is not None:
                 highest = (top[:, :1].float() * scale).T
-                sums = (scores.float().mul_(scale.T) if isinstance(scale, Tensor) else scores.float()) - highest
-                total = torch.logaddexp(total, sums.exp_().sum(0).log() + highest[0])
+                floats = scores.float().mul_(scale.T) if dtype == torch.float16 else scores.float()
+                sums = floats.sub_(highest).exp_().sum(0)  # which may write over the scores: they have served
+                total = torch.logaddexp(total, sums.log() + highest[0])
             scores_both = torch.cat((best_scores, top.float() * scale), dim=1)
             ids_both = torch.cat((best_ids, ids + start), dim=1)
             best = scores_both.topk(min(k, scores_both.shape[1]), dim=1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memstore.attention import Partial, shifted_exp
 from memstore.provenance.passages import Layout
+from memstore.provenance.tail import Tail, shares
 
 HEAVIEST = 32  # passages kept of a token by their mean over layers and heads, and as many by their maximum
 HELD = 1 << 26  # masses held during a step: 256 MiB
@@ -18,15 +19,14 @@ HELD = 1 << 26  # masses held during a step: 256 MiB
 class Seen(NamedTuple):
     """What some batch rows gave to the passages of their documents in one layer, at the last T' positions of a pass.
 
-    sums: [b, H, T', P] weights exp(s - m), where m is the highest score of those rows' memories. low, high: [b, H, T'],
-    bounds of the share that what was read holds of the attention over all of the memories; None where none are known.
+    sums: [b, H, T', P] weights exp(s - m), where m is that of those rows' memories. tail: what is known of attention
+    on all keys beside those that were read; "whole" if there are none, None if nothing is.
     """
 
     layout: Layout
     rows: list[int]
     sums: Tensor
-    low: Tensor | None = None
-    high: Tensor | None = None
+    tail: Tail | Literal["whole"] | None
 
 
 class Record(NamedTuple):
@@ -34,7 +34,8 @@ class Record(NamedTuple):
 
     layers: L of them. places: [b, K] of the heaviest passages in the layout, -1 for none, and masses: [L, b, H, K] what
     they held. documents: [L, b, H, D] and passages: [b, P], mean over layers and heads: the totals, of all passages.
-    low, high: [L, b, H], as in :class:`Seen`.
+    low, high: [L, b, H], bounds of the share that what was read holds of the attention over all of the memories; None
+    where none are known.
     """
 
     layout: Layout
@@ -66,7 +67,7 @@ class Ledger:
         self.beam_indices: Tensor | None = None
         self.prompt = 0  # columns of the sequences before the token of step 0
         self._past = self._tokens = 0
-        self._open: dict[int, dict[int, tuple[Seen, Tensor]]] = {}
+        self._open: dict[int, tuple[Sequence[Seen], Sequence[Tensor]]] = {}  # by layer
 
     def begin(self, past: int, start: int) -> None:
         """A pass begins, after ``past`` tokens; with none, a new prompt, of which position ``start`` is step 0."""
@@ -81,50 +82,55 @@ class Ledger:
         self._tokens = tokens
         return max(0, min(self._tokens - max(0, self.start - self._past), max(1, HELD // numbers)))
 
-    @torch.no_grad()
     def note(self, layer: int, seen: Sequence[Seen], memory: Partial, total: Partial) -> None:
         """What a layer read, where memory and total [B, H, T, …] are the memory's part of its attention, and all."""
-        share = shifted_exp(memory.m, total.m) / total.l.clamp_min(torch.finfo(total.l.dtype).tiny)
-        for i, each in enumerate(seen):
-            own = share if len(seen) == 1 else share[each.rows]
-            masses = each.sums * own[:, :, -each.sums.shape[2] :]
-            self._open.setdefault(i, {})[layer] = each, masses
+        length = seen[0].sums.shape[2]
+        self._open[layer] = seen, [x[:, :, -length:].detach() for x in (memory.m, total.m, total.l)]
 
     @torch.no_grad()
     def close(self) -> None:
-        """The pass is over: keep what counts of it."""
+        """The pass is over: keep what counts of it. All layers are reckoned together: few operations cost least."""
         if self._past == 0:
             self.first = self._tokens - 1
         while self.records and next(reversed(self.records)) >= self._past:
             self.records.popitem()
-        for noted in self._open.values():
-            layers = sorted(noted)
-            seen, masses = noted[layers[0]][0], torch.stack([noted[layer][1] for layer in layers])
-            low, high = (
-                None
-                if getattr(seen, name) is None
-                else torch.stack([getattr(noted[layer][0], name) for layer in layers])
-                for name in ("low", "high")
-            )
-            mean = masses.mean((0, 2))  # [b, T', P]
-            places = _heaviest(mean, masses.amax((0, 2)))
-            kept = masses.gather(-1, places.clamp_min(0)[None, :, None].expand(*masses.shape[:3], -1, -1))
-            documents = seen.layout.by_document(masses)
-            for t in range(masses.shape[3]):
-                record = Record(
-                    seen.layout,
-                    seen.rows,
-                    layers,
-                    places[:, t],
-                    kept[:, :, :, t],
-                    documents[:, :, :, t],
-                    mean[:, t],
-                    None if low is None else low[..., t],
-                    None if high is None else high[..., t],
-                )
-                position = self._past + self._tokens - masses.shape[3] + t
-                self.records.setdefault(position, []).append(record)
+        if not self._open:
+            return
+        layers = sorted(self._open)
+        m, total_m, total_l = (torch.stack(each) for each in zip(*(self._open[i][1] for i in layers), strict=True))
+        share = shifted_exp(m, total_m) / total_l.clamp_min(torch.finfo(total_l.dtype).tiny)  # [L, B, H, T', 1]
+        for seen in zip(*(self._open[layer][0] for layer in layers), strict=True):
+            self._keep(layers, seen, share if len(seen[0].rows) == share.shape[1] else share[:, seen[0].rows])
         self._open = {}
+
+    def _keep(self, layers: list[int], seen: Sequence[Seen], share: Tensor) -> None:
+        """Records of what some rows read in each of the layers, with the share [L, b, H, T', 1] of all attention that
+        a weight of 1 is."""
+        layout, rows, _, tail = seen[0]
+        masses = torch.stack([each.sums for each in seen]) * share
+        low = high = None
+        if tail == "whole":
+            low = high = masses.new_ones(masses.shape[:-1])
+        elif tail is not None:
+            low, high = shares([each.tail for each in seen if isinstance(each.tail, Tail)])
+        mean = masses.mean((0, 2))  # [b, T', P]
+        places = _heaviest(mean, masses.amax((0, 2)))
+        kept = masses.gather(-1, places.clamp_min(0)[None, :, None].expand(*masses.shape[:3], -1, -1))
+        documents = layout.by_document(masses)
+        count = masses.shape[3]
+        for t in range(count):
+            record = Record(
+                layout,
+                rows,
+                layers,
+                places[:, t],
+                kept[:, :, :, t],
+                documents[:, :, :, t],
+                mean[:, t],
+                None if low is None else low[..., t],
+                None if high is None else high[..., t],
+            )
+            self.records.setdefault(self._past + self._tokens - count + t, []).append(record)
 
 
 def _heaviest(*criteria: Tensor) -> Tensor:

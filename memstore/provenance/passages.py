@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,23 +24,24 @@ def num_passages(num_tokens: int) -> int:
 
 
 def by_passage(weights: Tensor, skip: int = 0) -> Tensor:
-    """[…, n] -> […, passages]: the sums of each passage; the first lacks ``skip`` tokens, the last may lack some."""
+    """[…, n] -> […, passages] float32: the sum of each passage; the first lacks ``skip`` tokens, the last may too."""
     missing = -(skip + weights.shape[-1]) % PASSAGE
     if skip or missing:
         weights = pad(weights, (skip, missing))
-    return weights.view(*weights.shape[:-1], -1, PASSAGE).sum(-1)
+    return weights.view(*weights.shape[:-1], -1, PASSAGE).sum(-1, dtype=torch.float32)
 
 
 class Tally:
     """What queries give to the passages of one document while it is read piece by piece.
 
-    noted: of the queries that read, the places [r] of those that count, in ascending order; None for all.
+    noted: of the queries that read, the places [r] of those that count, in ascending order; None for all. sums_all:
+    whether the sums add up to those of all weights; not where a gradient needs these.
     """
 
     def __init__(self, noted: Tensor | None = None) -> None:
         self.noted = noted
-        self._sums: list[Tensor] = []  # [r, passages] of each piece, relative to the highest score so far,
-        self._highest: list[Tensor] = []  # which was this, [r, 1]
+        self.sums_all = noted is None and not torch.is_grad_enabled()
+        self._runs: list[tuple[Tensor, list[Tensor]]] = []  # [r, passages] of pieces that are relative to one [r, 1]
         self._starts = [0]  # the first token of each piece, and of the next one
         self._chunks: Sequence[Tally] = [self]
 
@@ -50,32 +52,37 @@ class Tally:
             self._chunks = [Tally(None if c is None else c[(c >= 0) & (c < size)]) for c in chunks]
         return self._chunks
 
-    def add(self, weights: Tensor, highest: Tensor) -> None:
-        """Sum the weights exp(s_i - highest) [m, n] of the next n tokens; highest: [m, 1]."""
+    def add(self, weights: Tensor, m: Tensor) -> None:
+        """Sum the weights exp(s_i - m) [q, n] of the next n tokens; m: [q, 1]."""
         if weights.requires_grad:
-            weights, highest = weights.detach(), highest.detach()
+            weights = weights.detach()
         if self.noted is not None:
-            weights, highest = weights[self.noted], highest[self.noted]
-        self._sums.append(by_passage(weights, self._starts[-1] % PASSAGE))
-        self._highest.append(highest)
+            weights = weights[self.noted]
+        if not self._runs or self._runs[-1][0] is not m:
+            self._runs.append((m, []))
+        self._runs[-1][1].append(by_passage(weights, self._starts[-1] % PASSAGE))
         self._starts.append(self._starts[-1] + weights.shape[1])
 
+    @cached_property
     def sums(self) -> Tensor:
-        """[r, P]: the weight of every passage, relative to the highest score of all that were read."""
+        """[r, P]: the weight of every passage, relative to the last ``m`` that was given."""
         return torch.cat([chunk._own_sums() for chunk in self._chunks])
 
+    @torch.no_grad()
     def _own_sums(self) -> Tensor:
-        highest = torch.cat(self._highest, dim=1)
-        scale = torch.exp(highest - highest[:, -1:])
-        widths = torch.tensor([sums.shape[1] for sums in self._sums], device=highest.device)
-        pieces = torch.cat(self._sums, dim=1) * scale.repeat_interleave(widths, dim=1)
+        runs = [
+            (m if self.noted is None else m[self.noted], torch.cat(sums, dim=1) if len(sums) > 1 else sums[0])
+            for m, sums in self._runs
+        ]
+        last = runs[-1][0]
+        pieces = torch.cat([sums if m is last else sums * torch.exp(m - last) for m, sums in runs], dim=1)
         total = num_passages(self._starts[-1])
         if pieces.shape[1] == total:  # no passage lies in two pieces
             return pieces
-        firsts = torch.tensor([start // PASSAGE for start in self._starts[:-1]], device=highest.device)
-        before = widths.cumsum(0) - widths
-        places = torch.arange(pieces.shape[1], device=highest.device) + (firsts - before).repeat_interleave(widths)
-        return pieces.new_zeros(len(pieces), total).scatter_add_(1, places.expand_as(pieces), pieces)
+        ends = zip(self._starts, self._starts[1:], strict=False)
+        places = torch.cat([torch.arange(start // PASSAGE, num_passages(end)) for start, end in ends])
+        places = places.to(pieces.device).expand_as(pieces)
+        return pieces.new_zeros(len(pieces), total).scatter_add_(1, places, pieces)
 
 
 class Run(NamedTuple):

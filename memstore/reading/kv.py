@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -298,8 +298,8 @@ class KvAttachment(Attachment):
         seen = []
         for (own, excerpt), each in zip(self._context.excerpts, sums, strict=True):
             last = each[:, :, length - noted :]
-            known = last.new_ones(last.shape[:3]) if self._is_whole(excerpt) else None
-            seen.append(Seen(excerpt.layout, list(range(own.start, own.stop)), last, known, known))
+            tail: Literal["whole"] | None = "whole" if self._is_whole(excerpt) else None
+            seen.append(Seen(excerpt.layout, list(range(own.start, own.stop)), last, tail))
         if noted:
             self._ledger.note(layer, seen, memory, total)
 

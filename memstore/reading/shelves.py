@@ -15,7 +15,7 @@ from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance.ledger import Seen
 from memstore.provenance.passages import PASSAGE, Layout, Run, Tally, num_passages
-from memstore.reading.tail import Outline, bounded_share, known_share
+from memstore.provenance.tail import Outline, Tail
 from memstore.vectors import Rows
 
 
@@ -181,7 +181,7 @@ def _read_whole(source: Source, asking: Sequence[Asked]) -> list[tuple[Partial, 
     if tally is None:
         return [(part, None) for part in parts]
     shapes = [(*asked.shape[:2], min(asked.noted, asked.shape[2])) for asked in asking]
-    sums = tally.sums().split([b * h * t for b, h, t in shapes])
+    sums = tally.sums.split([b * h * t for b, h, t in shapes])
     return [(part, each.unflatten(0, shape)) for part, each, shape in zip(parts, sums, shapes, strict=True)]
 
 
@@ -207,9 +207,8 @@ def _joined(asked: Asked, read: Mapping[Source, tuple[Partial, Tensor | None]]) 
     ]
     if not sums:
         return _shaped(asked, part), None
-    total = torch.cat(sums, dim=-1)
-    all_of_it = total.new_ones(total.shape[:3])
-    return _shaped(asked, part), Seen(asked.shelf.layout, asked.rows, total, all_of_it, all_of_it)
+    total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
+    return _shaped(asked, part), Seen(asked.shelf.layout, asked.rows, total, "whole")
 
 
 def _search(source: Source, asking: Sequence[Asked]) -> list[Found]:
@@ -238,20 +237,21 @@ def _read_best(asked: Asked, found: Mapping[Source, Found]) -> tuple[Partial, Se
         given, chosen = asked.last(torch.cat(weights)), asked.last(ids)
         sums = given.new_zeros(*given.shape[:3], shelf.layout.size)
         sums.scatter_add_(-1, shelf.passages_of(chosen.clamp_min(0)), given)
-        low, high = _shares(asked, part, scores, found, scoring)
-    return _shaped(asked, part), Seen(shelf.layout, asked.rows, sums, asked.last(low), asked.last(high))
+        return _shaped(asked, part), Seen(shelf.layout, asked.rows, sums, _tail(asked, part, scores, found))
 
 
-def _shares(
-    asked: Asked, part: Partial, scores: Tensor, found: Mapping[Source, Found], scoring: Scoring
-) -> tuple[Tensor, Tensor]:
-    """Bounds [b * H * T] of what the best rows hold of all attention; scores [b * H * T, k]: theirs in the index."""
+def _tail(asked: Asked, part: Partial, scores: Tensor, found: Mapping[Source, Found]) -> Tail:
+    """What is known beside the best rows; scores [b * H * T, k]: theirs in the index."""
     log_sums = [each.log_sum for each in found.values() if each.log_sum is not None]
-    if len(log_sums) == len(found) and scoring.softcap is None:  # an index knows of no soft cap
-        share = known_share(scores, log_sums)
-        return share, share
-    bounds = [source.outline.log_sums(asked.flat, scoring) for source in asked.shelf.sources]
-    return bounded_share((part.m + part.l.log()).squeeze(1), bounds)
+    if len(log_sums) == len(found) and asked.scoring.softcap is None:  # an index knows of no soft cap
+        log_read = torch.logsumexp(scores, dim=1)
+        log_sum = log_sums[0] if len(found) == 1 else torch.logsumexp(torch.stack(log_sums), dim=0)
+        return Tail(asked.last(log_read), asked.last(log_sum), [], asked.queries, asked.scoring)
+    log_read, noted = (part.m + part.l.log()).squeeze(1), slice(-asked.noted, None)
+    bias = asked.scoring.bias
+    scoring = asked.scoring if bias is None else asked.scoring._replace(bias=bias[:, :, noted])
+    outlines = [source.outline for source in asked.shelf.sources]
+    return Tail(asked.last(log_read), None, outlines, asked.queries[:, :, noted], scoring)
 
 
 def _shaped(asked: Asked, part: Partial) -> Partial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,19 +52,34 @@ class Outline:
         return torch.logsumexp(low + sizes, dim=1), torch.logsumexp(high + sizes, dim=1)
 
 
-def known_share(chosen: Tensor, log_sums: Sequence[Tensor]) -> Tensor:
-    """[m]: the share of what was read, from the scores [m, k] that the index gave it and the log sums [m] over all keys
-    of each memory. Both are rounded alike, so that a shift of all scores cancels."""
-    return torch.exp(torch.logsumexp(chosen, dim=1) - _together(log_sums)).clamp_max(1)
+class Tail(NamedTuple):
+    """What is known in one layer, at the last T' positions, of the attention over all keys beside those that were read.
+
+    log_read: [b, H, T'], the log of the sum of exp(score) over what was read. log_sum: the same over all keys, where
+    the index gave it, by its own scores, as is log_read then: both are rounded alike, so a shift of all cancels.
+    Else outlines of the memories, and the queries [b, H, T', d], bound it.
+    """
+
+    log_read: Tensor
+    log_sum: Tensor | None
+    outlines: Sequence[Outline]
+    queries: Tensor
+    scoring: Scoring
 
 
-def bounded_share(log_read: Tensor, bounds: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """[m] twice: the least and the greatest share of what was read, with log_read [m] the log of its sum of exp(score),
-    and bounds of that sum over each memory."""
-    lows, highs = zip(*bounds, strict=True)
-    most, least = (torch.exp(log_read - torch.maximum(log_read, _together(sums))) for sums in (lows, highs))
-    return least, most
-
-
-def _together(log_sums: Sequence[Tensor]) -> Tensor:
-    return torch.logsumexp(torch.stack(list(log_sums)), dim=0)
+def shares(tails: Sequence[Tail]) -> tuple[Tensor, Tensor]:
+    """Bounds [L, b, H, T'] of the share that what was read holds in each of L layers, all reckoned together."""
+    read = torch.stack([tail.log_read for tail in tails])
+    first = tails[0]
+    if first.log_sum is not None:
+        share = torch.exp(read - torch.stack([tail.log_sum for tail in tails if tail.log_sum is not None])).clamp_max(1)
+        return share, share
+    queries = torch.stack([tail.queries for tail in tails])
+    biases = [tail.scoring.bias for tail in tails if tail.scoring.bias is not None]
+    scoring = first.scoring._replace(bias=torch.stack(biases).flatten(0, 3) if biases else None)
+    bounds = [outline.log_sums(queries.flatten(0, 3), scoring) for outline in first.outlines]
+    sums = (
+        bounds[0] if len(bounds) == 1 else [torch.logsumexp(torch.stack(each), 0) for each in zip(*bounds, strict=True)]
+    )
+    high, low = (torch.exp(read - torch.maximum(read, each.view(read.shape))) for each in sums)
+    return low, high
