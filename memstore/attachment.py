@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from memstore.attaching import check_fits
 from memstore.errors import AttachError, FingerprintMismatchError, HookError
@@ -17,7 +18,7 @@ from memstore.fingerprint import fingerprint, tokenizer_hash
 from memstore.hooks import AttentionFunction, install, uncompiled
 from memstore.memory import Memory, OpenMemory
 from memstore.places import Places
-from memstore.provenance import Reading
+from memstore.provenance import Fold, Ledger, Provenance
 from memstore.reading.passes import device_of
 from memstore.rows import Rows, with_fewer, with_more
 
@@ -40,8 +41,8 @@ class Attachment(ABC):
         self.rows = [list(row) for row in rows]
         self._opened: dict[int, OpenMemory] = {}
         self._stack = ExitStack()
-        self._readings: list[Reading] = []
-        self._step = -1
+        self._ledger = Ledger() if explain else None
+        self._prompt_length: int | None = None  # where it is known
         self._calls = 0
         self._claim = threading.Lock()
         self._thread: int | None = None  # which is inside a step
@@ -170,21 +171,48 @@ class Attachment(ABC):
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
         if isinstance(ids := inputs.get("input_ids"), Tensor):
             self._check_length(ids.shape[-1])
-        self._readings.clear()
-        output = cast(Any, self.model).generate(**inputs)
+        output = self._generated(inputs)
         if tokenizer is None or given:
             return output
         start = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return str(tokenizer.decode(output[0, start:], skip_special_tokens=True)).strip()
 
-    def provenance(self) -> list[Reading]:
-        """What was read for every token since the last prompt, heaviest passages first within a step and layer.
+    def provenance(
+        self, heads: Fold = "mean", layers: Fold = "each", *, beam_indices: Tensor | None = None
+    ) -> Provenance:
+        """What was read for every token since the last prompt.
 
-        Raises AttachError unless attached with ``explain=True``.
+        heads, layers: "mean" or "max" over all, or "each". Rows are those of the model's last passes. For beams these
+        are the rows of the answer after :meth:`generate`; after ``model.generate`` give the ``beam_indices`` of its
+        output, else each row is a place in the search, through which several sequences may have passed.
+
+        Raises AttachError unless attached with ``explain=True``, or for other ways of taking heads and layers together.
         """
-        if not self.explain:
+        if self._ledger is None:
             raise AttachError("Attach with explain=True to learn what was read.")
-        return list(self._readings)
+        return Provenance(self._ledger, heads, layers, beam_indices)
+
+    def _generated(self, inputs: dict[str, Any]) -> Any:
+        """What ``model.generate`` returns. Which row each token of the answer was made in is noted, if it is asked."""
+        model, ledger = cast(Any, self.model), self._ledger
+        if ledger is None:
+            return model.generate(**inputs)
+        ledger.clear()
+        if type(model).generate is not GenerationMixin.generate:  # of its own, and so is what it returns
+            return model.generate(**inputs)
+        ids = inputs.get("input_ids", inputs.get("inputs"))
+        self._prompt_length = ids.shape[1] if isinstance(ids, Tensor) else None
+        try:
+            output = model.generate(**inputs | {"return_dict_in_generate": True})
+        finally:
+            self._prompt_length = None
+        if isinstance(output, Tensor):  # of a generation loop that the caller brought
+            return output
+        ledger.sequences, ledger.beam_indices = output.sequences, output.get("beam_indices")
+        ledger.prompt = 1 if model.config.is_encoder_decoder else 0 if ids is None else ids.shape[1]
+        configured = inputs.get("generation_config") or model.generation_config
+        asked = inputs.get("return_dict_in_generate", configured.return_dict_in_generate)
+        return output if asked else output.sequences
 
     def _check_entered(self) -> None:
         if not self._opened:
@@ -267,7 +295,7 @@ class Attachment(ABC):
                 )
             self._thread = threading.get_ident()
         self._check_same()
-        self._calls, self._step = 0, self._step + 1
+        self._calls = 0
         return args, self._before(args, kwargs)
 
     @uncompiled
@@ -278,6 +306,8 @@ class Attachment(ABC):
                 "Its attention does not follow transformers' AttentionInterface; it needs an adapter of its own."
             )
         self._after(output)
+        if self._ledger is not None and not self._nested():
+            self._ledger.close()
 
     @uncompiled
     def _free(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -304,9 +334,3 @@ def _check_unicode(prompt: str) -> None:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise AttachError(f"The prompt is not valid Unicode at character {error.start}. Is it UTF-8?") from error
-
-
-def restart(attachment: Attachment) -> None:
-    """A new prompt begins: provenance counts from here."""
-    attachment._step = 0
-    attachment._readings.clear()

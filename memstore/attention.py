@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from memstore.provenance.passages import Tally
+
+Note = Callable[[Tensor], None]
 
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
 PIECE = 1 << 17  # numbers of a memory read at once on a CPU: 512 KiB, which the cache of a core holds
@@ -35,10 +40,12 @@ def shifted_exp(scores: Tensor, m: Tensor) -> Tensor:
     return torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
 
 
-def partial_attention(scores: Tensor, values: Tensor) -> Partial:
-    """The partial softmax of scores [..., n] over values [..., n, d]."""
+def partial_attention(scores: Tensor, values: Tensor, note: Note | None = None) -> Partial:
+    """The partial softmax of scores [..., n] over values [..., n, d]. ``note`` is given its weights exp(s_i - m)."""
     m = scores.amax(-1, keepdim=True)
     weights = shifted_exp(scores, m)
+    if note is not None:
+        note(weights)
     return Partial(m, weights.sum(-1, keepdim=True), torch.einsum("...n,...nd->...d", weights, values))
 
 
@@ -108,24 +115,34 @@ class Scoring(NamedTuple):
 PLAIN = Scoring()
 
 
-def read_all(queries: Tensor, blocks: Iterable[Tensor], scoring: Scoring = PLAIN) -> Partial:
+def read_all(
+    queries: Tensor, blocks: Iterable[Tensor], scoring: Scoring = PLAIN, tally: Tally | None = None
+) -> Partial:
     """Attend from queries [m, d] to every row of the blocks [n_i, d]; rows are both keys and values.
 
     Queries are scaled already. One pass over the memory: each piece of it is converted, scored and summed while it is
-    in the cache, and added to what was summed before.
+    in the cache, and added to what was summed before. A ``tally`` sums the weights by passage on the way.
     """
     chunks = queries.float().split(QUERY_CHUNK)
     scorings = [each for each, _ in zip(scoring.split(QUERY_CHUNK), chunks, strict=False)]
     parts = [nothing_read(chunk, chunk.shape[1]) for chunk in chunks]
+    tallies = [None] * len(chunks) if tally is None else tally.split(QUERY_CHUNK, len(queries))
+    on_cpu, size = queries.device.type == "cpu", max(PIECE // queries.shape[1], len(chunks[0]))
+    size += -size % 64  # pieces that end where passages do
+    # Every piece is converted into the same place, which stays in the cache, unless a gradient needs all of them.
+    place = queries.new_empty(size, queries.shape[1], dtype=torch.float32) if on_cpu else None
     for block in blocks:
-        on_cpu = queries.device.type == "cpu"
-        for piece in block.split(max(PIECE // block.shape[1], len(chunks[0])) if on_cpu else len(block)):
-            rows = piece.to(device=queries.device, dtype=torch.float32)
+        for piece in block.split(size if on_cpu else len(block)):
+            if place is None or piece.dtype == torch.float32 or torch.is_grad_enabled():
+                rows = piece.to(device=queries.device, dtype=torch.float32)
+            else:
+                rows = place[: len(piece)].copy_(piece)
             parts = [
-                with_more(part, score(chunk @ rows.T), rows)
-                for part, chunk, score in zip(parts, chunks, scorings, strict=True)
+                with_more(part, score(chunk @ rows.T), rows, each)
+                for part, chunk, score, each in zip(parts, chunks, scorings, tallies, strict=True)
             ]
-    return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    part = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    return part if tally is None or not tally.sums_all else part._replace(l=tally.sums.sum(-1, keepdim=True))
 
 
 def nothing_read(queries: Tensor, width: int) -> Partial:
@@ -134,10 +151,11 @@ def nothing_read(queries: Tensor, width: int) -> Partial:
     return Partial(queries.new_full((m, 1), -torch.inf), queries.new_zeros((m, 1)), queries.new_zeros((m, width)))
 
 
-def with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
+def with_more(part: Partial, scores: Tensor, values: Tensor, tally: Tally | None = None) -> Partial:
     """The part [m, ...] after more keys, with scores [m, n], all finite, and values [n, d]: FlashAttention's softmax.
 
     m' = max(m, max s_i),  l' = exp(m - m') l + sum exp(s_i - m'),  o' = exp(m - m') o + sum exp(s_i - m') v_i.
+    Where a ``tally`` sums all weights, l is left to it: so watching costs hardly an operation more.
     """
     highest = scores.amax(-1, keepdim=True)
     if (highest > part.m).any():  # seldom after the first pieces, and where it is not, the scale is 1
@@ -145,14 +163,24 @@ def with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
         scale = shifted_exp(part.m, m)
         part = Partial(m, scale * part.l, scale * part.o)
     weights = (scores - part.m).exp_()
-    return Partial(part.m, part.l + weights.sum(-1, keepdim=True), torch.addmm(part.o, weights, values))
+    if tally is not None:
+        tally.add(weights, part.m)
+    l = part.l if tally is not None and tally.sums_all else part.l + weights.sum(-1, keepdim=True)  # noqa: E741
+    return Partial(part.m, l, torch.addmm(part.o, weights, values))
 
 
-def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor, scoring: Scoring = PLAIN) -> Partial:
+def read_rows(
+    queries: Tensor,
+    gather: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    scoring: Scoring = PLAIN,
+    note: Note | None = None,
+) -> Partial:
     """Attend from each query [m, d] to its own rows ids [m, k]; id -1 is an empty slot.
 
     ``gather`` returns the rows of flat ids [j] as [j, d]. The index only chose the rows: their scores are computed
-    anew, exactly (top-k attention, Unlimiformer section 2.2).
+    anew, exactly (top-k attention, Unlimiformer section 2.2). ``note`` is given the weights [m', k] of a chunk of the
+    queries at a time, in order, relative to m.
     """
     at_once = max(1, ROW_CHUNK // (ids.shape[1] * queries.shape[1]))
     parts = []
@@ -160,7 +188,7 @@ def read_rows(queries: Tensor, gather: Callable[[Tensor], Tensor], ids: Tensor, 
     for (some, chosen), score in zip(chunks, scoring.split(at_once), strict=False):
         rows = gather(chosen.clamp_min(0).flatten()).float().view(*chosen.shape, -1)
         scores = score(torch.einsum("md,mkd->mk", some, rows))
-        parts.append(partial_attention(scores.masked_fill(chosen < 0, -torch.inf), rows))
+        parts.append(partial_attention(scores.masked_fill(chosen < 0, -torch.inf), rows, note))
     return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -172,15 +200,17 @@ def ordinary_attention(
     scaling: float,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    note: Note | None = None,
 ) -> Partial:
     """Scaled dot-product attention of query [B, H, T, c] over key and value [B, G, n, c], as a mergeable part.
 
     G key-value heads are shared by groups of H / G heads. ``mask`` [B or 1, 1 or H, T, n] is boolean (True is seen),
     additive, or None (everything is seen); ``bias`` is added to the scores (T5's relative positions), which are
-    soft-capped first (Gemma's).
+    soft-capped first (Gemma's). ``note`` is given the weights [B, H, T', n] of a chunk of the positions at a time, in
+    order, relative to m.
     """
     parts = [
-        _ordinary_chunk(chunk, key, value, _rows(mask, start), scaling, _rows(bias, start), softcap)
+        _ordinary_chunk(chunk, key, value, _rows(mask, start), scaling, _rows(bias, start), softcap, note)
         for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(t, dim=2) for t in zip(*parts, strict=True)))
@@ -194,6 +224,7 @@ def _ordinary_chunk(
     scaling: float,
     bias: Tensor | None,
     softcap: float | None,
+    note: Note | None,
 ) -> Partial:
     b, h, t, c = query.shape
     groups, n = key.shape[1], key.shape[2]
@@ -209,6 +240,8 @@ def _ordinary_chunk(
         scores = (scores + mask.float()).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
     m = scores.amax(-1, keepdim=True)
     weights = shifted_exp(scores, m)
+    if note is not None:
+        note(weights)
     o = (weights.view(b, groups, -1, n) @ value.float()).view(b, h, t, -1)
     return Partial(m, weights.sum(-1, keepdim=True), o)
 

@@ -94,7 +94,6 @@ def _read_book(library: MemoryStore, model: Any, tokenizer: Any, book: str) -> M
 
 def answers(store: Path) -> Iterator[dict[str, Any]]:
     """The second process: each question, answered without and with the memory of all books, and what was read."""
-    from memstore.provenance import heaviest
     from memstore.reading.chat import chat_frame
 
     model, tokenizer = load_model(str(assets.smollm2()), "float32")
@@ -108,7 +107,7 @@ def answers(store: Path) -> Iterator[dict[str, Any]]:
                 answer = attached.generate(
                     question.text, tokenizer=tokenizer, max_new_tokens=NEW_TOKENS, do_sample=False
                 )
-                passages = heaviest(attached.provenance(), MOST_PASSAGES)
+                passages = attached.provenance().passages(MOST_PASSAGES)
             yield {
                 "question": question.text,
                 "in_the_text": question.answer,

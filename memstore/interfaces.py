@@ -66,6 +66,14 @@ class VectorIndex(ABC):
         finite; :func:`memstore.vectors.checked_queries` finds what is wrong.
         """
 
+    def search_and_sum(self, queries: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What :meth:`search` gives, and the log of the sum of exp(score) over all keys: [m] float32, or None.
+
+        An index that scores every key should give the sum, of scores as it would return them: with it provenance says
+        exactly how much of the attention the keys hold that were found, and within bounds without.
+        """
+        return *self.search(queries, k), None
+
     def block_maxima(self, queries: torch.Tensor, size: int) -> torch.Tensor:
         """The best score in each block of ``size`` successive ids: [m, ceil(n / size)] float32.
 

@@ -95,11 +95,14 @@ def provenance(reading):
     with memstore.attach(reading.model, *reading.read(*documents), top_k="all", explain=True) as attached:
         reading.logits(reading.family.inputs(reading.document(*prompt)))
         readings = list(attached.provenance())
-    assert {(each.step, each.row) for each in readings} == {(0, 0)}
+    steps = range(weights[0].shape[2])
+    assert {(each.step, each.row) for each in readings} == {(step, 0) for step in steps}
     assert {each.layer for each in readings} == set(range(len(weights)))
     for layer, given in enumerate(weights):
-        share = given[0, :, -1, length:].sum(-1).mean()  # of the last position, mean over heads
-        assert sum(each.mass for each in readings if each.layer == layer) == pytest.approx(float(share), abs=1e-4)
+        shares = given[0, :, :, length:].sum(-1).mean(0).tolist()  # of each position, mean over heads
+        for step in steps:
+            mass = sum(each.mass for each in readings if (each.step, each.layer) == (step, layer))
+            assert mass == pytest.approx(shares[step], abs=1e-4)
 
 
 CELLS = {

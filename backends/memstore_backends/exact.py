@@ -48,8 +48,16 @@ class ExactIndex(VectorIndex):
             raise IndexBuildError(f"The keys cannot be brought to device {str(device)!r}: {error}.") from error
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return self._found(queries, k, None)
+
+    def search_and_sum(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        log_sums: list[Tensor] = []
+        scores, ids = self._found(queries, k, log_sums)
+        return scores, ids, torch.cat(log_sums).to(queries.device)
+
+    def _found(self, queries: Tensor, k: int, log_sums: list[Tensor] | None) -> tuple[Tensor, Tensor]:
         checked = checked_queries(queries, self.width, k).to(self.blocks[0].device)
-        found = [self._search(chunk, k) for chunk in checked.split(QUERIES)]
+        found = [self._search(chunk, k, log_sums) for chunk in checked.split(QUERIES)]
         scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
         if not scores.isfinite().all():  # looked for here, because building reads no key
             raise QueryError("The keys of this index are not finite numbers: some are NaN or infinite.")
@@ -68,14 +76,16 @@ class ExactIndex(VectorIndex):
             start += len(block)
         return best.to(queries.device)
 
-    def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _search(self, queries: Tensor, k: int, log_sums: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Scores and ids [m, j] of the best keys. ``log_sums`` gets the log of the sum of exp(score) over all [m]."""
         dtype, m = self.blocks[0].dtype, len(queries)
         # A half ends at 65,504, so queries are made so small that no score exceeds the largest number in a key.
         largest = queries.abs().amax(1, keepdim=True).clamp_min(1e-30)
-        scale = largest * self.width if dtype == torch.float16 else 1
+        scale = largest * self.width if dtype == torch.float16 else torch.ones_like(largest)
         scaled = (queries / scale).to(dtype).T
         best_scores = queries.new_empty((m, 0))
         best_ids = torch.empty((m, 0), dtype=torch.int64, device=queries.device)
+        total = queries.new_full((m,), -torch.inf)
         start = 0
         for blocks in _runs(self.blocks, SCORES // max(m, 1)):
             sizes = [len(block) for block in blocks]
@@ -83,11 +93,18 @@ class ExactIndex(VectorIndex):
             for block, part in zip(blocks, scores.split(sizes), strict=True):
                 torch.mm(block, scaled, out=part)
             top, ids = _best(scores, min(k, len(scores)))
+            if log_sums is not None:
+                highest = (top[:, :1].float() * scale).T
+                floats = scores.float().mul_(scale.T) if dtype == torch.float16 else scores.float()
+                sums = floats.sub_(highest).exp_().sum(0)  # which may write over the scores: they have served
+                total = torch.logaddexp(total, sums.log() + highest[0])
             scores_both = torch.cat((best_scores, top.float() * scale), dim=1)
             ids_both = torch.cat((best_ids, ids + start), dim=1)
             best = scores_both.topk(min(k, scores_both.shape[1]), dim=1)
             best_scores, best_ids = best.values, ids_both.gather(1, best.indices)
             start += len(scores)
+        if log_sums is not None:
+            log_sums.append(total)
         return best_scores, best_ids
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from memstore.attention import Partial, ordinary_attention
 from memstore.memory import Memory, OpenMemory
+from memstore.provenance.passages import PASSAGE, Layout, Run, by_passage
 from memstore.reading.rotary import rotate
 from memstore.reading.selection import Span
 
@@ -32,26 +34,53 @@ class Excerpt:
         """M, the tokens of the sink and of all spans."""
         return self.sink + sum(span.stop - span.start for span in self.spans)
 
-    def attend(self, layer: int, query: Tensor, scaling: float, mask: Tensor | None = None) -> Partial:
-        """Attention of query [b, H, T, c], rows that share this excerpt; mask [b, 1, T, M] or None."""
+    @cached_property
+    def layout(self) -> Layout:
+        """The passages of the spans."""
+        firsts = [span.start // PASSAGE for span in self.spans]
+        stops = [-(-span.stop // PASSAGE) for span in self.spans]
+        runs = [Run(s.memory, first, stop - first) for s, first, stop in zip(self.spans, firsts, stops, strict=True)]
+        return Layout(self.memories, runs)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        mask: Tensor | None = None,
+        sums: list[Tensor] | None = None,
+    ) -> Partial:
+        """Attention of query [b, H, T, c], rows that share this excerpt; mask [b, 1, T, M] or None.
+
+        If asked for, ``sums`` gets the weights of every passage [b, H, T, P], relative to m.
+        """
         keys, values = self.layers[layer]
         b, h, t, c = query.shape
         groups = keys.shape[0]
+        noted: list[Tensor] = []
+        note = None if sums is None else lambda weights: noted.append(self._by_passage(weights))
         if mask is not None:
             keys, values = keys.expand(b, -1, -1, -1), values.expand(b, -1, -1, -1)
-            return ordinary_attention(query, keys, values, mask, scaling)
+            part = ordinary_attention(query, keys, values, mask, scaling, note=note)
+            if sums is not None:
+                sums.append(torch.cat(noted, dim=2))
+            return part
         # Rows become further heads of their group, so that the keys are read once for all of them.
         folded = query.view(b, groups, -1, t, c).transpose(0, 1).reshape(1, -1, t, c)
-        part = ordinary_attention(folded, keys[None], values[None], None, scaling)
-        return Partial(*(x.view(groups, b, -1, t, x.shape[-1]).transpose(0, 1).reshape(b, h, t, -1) for x in part))
+        part = ordinary_attention(folded, keys[None], values[None], None, scaling, note=note)
+        unfolded = [
+            x.view(groups, b, -1, t, x.shape[-1]).transpose(0, 1).reshape(b, h, t, -1)
+            for x in (*part, *([] if sums is None else [torch.cat(noted, dim=2)]))
+        ]
+        if sums is not None:
+            sums.append(unfolded.pop())
+        return Partial(*unfolded)
 
-    def weights(self, layer: int, query: Tensor, scaling: float, mask: Tensor | None, total: Partial) -> Tensor:
-        """Attention [M] that the last position of query [1, H, T, c] gave, mean over heads, as a share of ``total``."""
-        keys, _ = self.layers[layer]
-        last = query[0, :, -1].float().view(keys.shape[0], -1, query.shape[-1])
-        scores = (last @ keys.float().transpose(1, 2)).flatten(0, 1) * scaling
-        weights = torch.exp(scores - total.m[0, :, -1]) / total.l[0, :, -1]
-        return (weights if mask is None else weights * mask[0, :, -1]).mean(0)
+    def _by_passage(self, weights: Tensor) -> Tensor:
+        """[…, M] -> […, P]: the sums of the passages; the sink is none."""
+        sizes = [span.stop - span.start for span in self.spans]
+        parts = weights.detach().split([self.sink, *sizes], dim=-1)[1:]
+        return torch.cat([by_passage(part, s.start % PASSAGE) for part, s in zip(parts, self.spans, strict=True)], -1)
 
 
 def sink_of(memories: Sequence[Memory]) -> tuple[int, int]:

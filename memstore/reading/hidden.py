@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from memstore.attachment import Attachment, TopK, restart
-from memstore.attention import Partial, Scoring, merge, normalise, ordinary_attention, shifted_exp
+from memstore.attachment import Attachment, TopK
+from memstore.attention import Scoring, merge, normalise, ordinary_attention
 from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation, uncompiled
 from memstore.indexes import check_backend, open_index
 from memstore.memory import Memory
-from memstore.provenance import readings
-from memstore.reading.passes import EncoderStates, checked_layers, device_of, empty_cache, find_cache, finish
-from memstore.reading.shelves import Looked, Shelves, Source
+from memstore.reading.passes import EncoderStates, checked_layers, device_of, find_cache, finish
+from memstore.reading.shelves import Shelves, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,11 +131,11 @@ class HiddenAttachment(Attachment):
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         given = (*args, *kwargs.values())
-        if empty_cache(given):
-            restart(self)
+        cache = find_cache(given)
+        past = 0 if cache is None else int(cache.get_seq_length())
+        if self._ledger is not None:
+            self._ledger.begin(past, start=0)
         if isinstance(tokens := kwargs.get("decoder_input_ids"), Tensor):
-            cache = find_cache(given)
-            past = 0 if cache is None else int(cache.get_seq_length())
             _check_room("What is generated", past + tokens.shape[1], self.adapter.max_target)
         if self._encoded is not None and any(value is self._encoded[0]() for value in given if value is not None):
             self._groups(self._encoded[1])  # before beams were made of them, which must not pass for further rows
@@ -170,15 +169,19 @@ class HiddenAttachment(Attachment):
         bias = attention.key_bias(query, scaling)
         # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once.
         inside = Scoring() if attention.softcap is None else Scoring(bias, attention.softcap)
-        memory, looked = self._shelves.read(attention.absorb(query, scaling), inside)
+        noted = 0
+        if self._ledger is not None:
+            rows, heads, length = query.shape[:3]
+            noted = self._ledger.noted(length, rows * heads * self._shelves.num_passages * len(self.layers))
+        memory, seen = self._shelves.read(attention.absorb(query, scaling), inside, noted)
         if bias is not None and attention.softcap is None:
             memory = memory._replace(m=memory.m + bias)
         memory = total = attention.values(memory)
         if not self._no_prompt:
             prompt = ordinary_attention(query, key, value, mask, scaling, position_bias, attention.softcap)
             total = merge([memory, prompt])
-        if self.explain:
-            self._explain(attention.layer_idx, looked, memory, total)
+        if self._ledger is not None:
+            self._ledger.note(attention.layer_idx, seen, memory, total)
         return finish(normalise(total), query), None
 
     def _read_prompt(
@@ -189,27 +192,3 @@ class HiddenAttachment(Attachment):
         if self._no_prompt:
             return finish(torch.zeros_like(query), query), None
         return base_attention(module, base_implementation(module))(module, query, *args, **kwargs)
-
-    def _explain(self, layer: int, looked: Sequence[Looked], memory: Partial, total: Partial) -> None:
-        """Note the weights that the last position of every row gave, mean over heads, as they were used."""
-        share = (memory.l * shifted_exp(memory.m, total.m) / total.l)[:, :, -1]  # of all attention, [B, H, 1]
-        for shelf, batch_rows, asked, scoring, ids in looked:
-            for i, row in enumerate(batch_rows):
-                queries, num_heads = asked[i, :, -1], asked.shape[1]
-                score = scoring if scoring.bias is None else scoring._replace(bias=scoring.bias[i, :, -1])
-                if ids is None:
-                    token_ids = torch.arange(shelf.offsets[-1], device=queries.device)
-                    scores = score(torch.cat([queries @ block.float().T for block in shelf.gather.blocks], dim=1))
-                    weights = (scores.softmax(-1) * share[row]).mean(0)
-                else:
-                    picked = ids[i, :, -1]
-                    states = shelf.gather(picked.clamp_min(0).flatten()).float().view(*picked.shape, -1)
-                    scores = score(torch.einsum("hd,hkd->hk", queries, states)).masked_fill(picked < 0, -torch.inf)
-                    spread = (scores.softmax(-1) * share[row] / num_heads).flatten()
-                    token_ids, where = picked.clamp_min(0).flatten().unique(return_inverse=True)
-                    weights = spread.new_zeros(len(token_ids)).index_add_(0, where, spread)
-                for source, start, stop in zip(shelf.sources, shelf.offsets, shelf.offsets[1:], strict=False):
-                    inside = (token_ids >= start) & (token_ids < stop)
-                    self._readings.extend(
-                        readings(self._step, row, layer, source.memory, token_ids[inside] - start, weights[inside])
-                    )

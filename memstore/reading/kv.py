@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from memstore.attachment import Attachment, TopK, restart
+from memstore.attachment import Attachment, TopK
 from memstore.attention import Partial, merge, normalise, ordinary_attention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
 from memstore.indexes import check_backend, open_index
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
-from memstore.provenance import readings
+from memstore.provenance import Seen
 from memstore.reading.chat import BETWEEN, chat_frame
 from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
 from memstore.reading.masks import equal_prompts, leading, own_mask, own_positions, padding_mask
@@ -156,12 +156,13 @@ class KvAttachment(Attachment):
         own = own_positions(kwargs, past)
         if past == 0:
             self._context = self._begin(kwargs, own)
-            restart(self)
         elif cache in self._contexts:
             self._context = self._contexts[cache]
         else:
             raise AttachError("This cache was filled outside the attachment; start from the prompt while attached.")
         self._seen = past + own.shape[1]
+        if self._ledger is not None:  # what makes the first new token is the prompt's last one
+            self._ledger.begin(past, start=(self._prompt_length or self._seen) - 1)
         self._positions = own + self._context.shift()
         longest = int(self._positions.max()) + 1
         if longest > self.adapter.native_window:
@@ -245,13 +246,15 @@ class KvAttachment(Attachment):
         local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling)
         if self._scouts is not None:
             return finish(normalise(self._scouted(layer, query, local, scaling)), query), None
+        sums: list[Tensor] | None = None if self._ledger is None else []
         parts = [
-            excerpt.attend(layer, query[rows], scaling, self._far_mask(sliding_window, rows, excerpt))
+            excerpt.attend(layer, query[rows], scaling, self._far_mask(sliding_window, rows, excerpt), sums)
             for rows, excerpt in self._context.excerpts
         ]
-        total = merge([Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))), local])
-        if self.explain:
-            self._explain(layer, query, scaling, sliding_window, total)
+        memory = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        total = merge([memory, local])
+        if sums is not None:
+            self._note(layer, sums, memory, total)
         return finish(normalise(total), query), None
 
     def _scouted(self, layer: int, query: Tensor, local: Partial, scaling: float) -> Partial:
@@ -289,19 +292,22 @@ class KvAttachment(Attachment):
             return mask & ~hidden
         return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
-    def _explain(self, layer: int, query: Tensor, scaling: float, window: int | None, total: Partial) -> None:
-        for rows, excerpt in self._context.excerpts:
-            for row in range(rows.start, rows.stop):
-                one = slice(row, row + 1)
-                mask, whole = self._far_mask(window, one, excerpt), Partial(*(tensor[one] for tensor in total))
-                weights = excerpt.weights(layer, query[one], scaling, mask, whole)
-                at = excerpt.sink
-                for span in excerpt.spans:
-                    size = span.stop - span.start
-                    ids = torch.arange(span.start, span.stop, device=weights.device)
-                    memory = excerpt.memories[span.memory]
-                    self._readings.extend(readings(self._step, row, layer, memory, ids, weights[at : at + size]))
-                    at += size
+    def _note(self, layer: int, sums: Sequence[Tensor], memory: Partial, total: Partial) -> None:
+        """Keep what the rows of every excerpt gave to its passages [b, H, T, P]."""
+        assert self._ledger is not None
+        rows, heads, length = total.m.shape[:3]
+        most = max(excerpt.layout.size for _, excerpt in self._context.excerpts)
+        noted = self._ledger.noted(length, rows * heads * most * len(self.layers))
+        seen = []
+        for (own, excerpt), each in zip(self._context.excerpts, sums, strict=True):
+            last = each[:, :, length - noted :]
+            tail: Literal["whole"] | None = "whole" if self._is_whole(excerpt) else None
+            seen.append(Seen(excerpt.layout, list(range(own.start, own.stop)), last, tail))
+        if noted:
+            self._ledger.note(layer, seen, memory, total)
+
+    def _is_whole(self, excerpt: Excerpt) -> bool:
+        return any(excerpt is whole for whole in self._whole.values())
 
 
 def _check_blocks(rows: Sequence[Sequence[Memory]]) -> None:

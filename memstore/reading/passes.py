@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,6 @@ def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]
 def finish(output: Tensor, like: Tensor) -> Tensor:
     """Attention output [B, H, T, c] as an attention function returns it: [B, T, H, c] in the model's dtype."""
     return output.transpose(1, 2).to(like.dtype).contiguous()
-
-
-def empty_cache(arguments: Iterable[Any]) -> bool:
-    """Whether a forward pass with these arguments starts a new sequence."""
-    cache = find_cache(arguments)
-    return cache is None or int(cache.get_seq_length()) == 0
 
 
 def find_cache(values: Any) -> Any | None:
