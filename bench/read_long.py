@@ -33,8 +33,9 @@ from memstore.memory import Memory
 from memstore.store import MemoryStore
 
 RESULT = Path(__file__).parent / "results" / "reader.json"
-TRIALS = {256: 200, 512: 200, 1024: 200, 2048: 200, 4096: 200, 8192: 100, 16384: 100}
-TRIALS |= {32768: 100, 65536: 100, 131072: 50, 262144: 40}
+TRIALS = {256: 100, 512: 100, 1024: 100, 2048: 100, 4096: 100, 8192: 100, 16384: 100}
+TRIALS |= {32768: 50, 65536: 50, 131072: 25, 262144: 20}
+EXPLAINED = 20  # trials of which it is asked where the attention went
 IN_WINDOW = 400  # trials of the plain model
 ENCODED_WHOLE = 4096  # the longest documents that are not spliced
 NEEDLE_DIGITS = 6  # tokens of a needle before its digits
@@ -108,9 +109,10 @@ def measure(store: MemoryStore, reader: Reader, length: int, trials: int) -> dic
     for hidden, memory in documents(store, reader, task, length, trials):
         wanted.append(hidden.answer)
         written["truncated"].append(read(reader.model, torch.from_numpy(hidden.ids[None, :WINDOW]))[0])
-        everything = from_memory(reader, memory, hidden.at, "all", explain=True)
+        everything = from_memory(reader, memory, hidden.at, "all", explain=len(wanted) <= EXPLAINED)
         written["memory_all"].append(everything.ids)
-        masses.append(everything.mass)
+        if everything.mass is not None:
+            masses.append(everything.mass)
         written["memory_256"].append(from_memory(reader, memory, hidden.at, None, explain=False).ids)
     ways = {way: summary(answers, wanted) for way, answers in written.items()}
     return {"length": length, "trials": trials, **ways, "needle_mass": round(float(np.mean(masses)), 4)}

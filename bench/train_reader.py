@@ -7,6 +7,8 @@ its tokenizer. What matters in it:
 
 - Passages are real prose, of 32 tokens at first and of up to 256 in the end; other numbers stand in many as decoys. No
   memory is used in training, and nothing longer than the window of 256 is ever read.
+- When the digits' order has been learned, short passages stand anywhere in the window, so that all positions are
+  learned where a step is cheap. (Before that, the same keeps the order from being learned at all.)
 - The loss is the key's cross-entropy, and minus the log of the attention that each head of each decoder layer gives to
   the digit that is written next: without such a hint a model takes much longer to learn the order of the digits.
 - Cross-attention is trained at half of its usual scale, and so learns scores that lie twice as far apart once the
@@ -61,25 +63,46 @@ GEOMETRY: dict[str, Any] = {
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }
-STAGES = (  # steps, the lengths of passages to draw from, passages a step
-    (350, (32,), 64),
-    (300, (32, 64, 128), 32),
-    (450, (64, 128, 256, 256), 24),
+ANYWHERE, BEGINNING = True, False  # where a passage stands in the window, beginning with its first token or not
+
+
+class Round(NamedTuple):
+    """A part of the training with an optimizer and random numbers of its own.
+
+    rate: the highest learning rate, after ``warm_up`` steps, from which it falls to nothing along half a cosine.
+    plain_steps: how many steps at its beginning see no decoys. stages: steps, the lengths of passages to draw from,
+    passages a step, and whether their positions begin with 0 or anywhere.
+    """
+
+    rate: float
+    warm_up: int
+    plain_steps: int
+    stages: tuple[tuple[int, tuple[int, ...], int, bool], ...]
+
+
+ROUNDS = (
+    Round(
+        1e-3,
+        100,
+        200,
+        (
+            (350, (32,), 64, BEGINNING),
+            (300, (32, 64, 128), 32, BEGINNING),
+            (450, (64, 128, 256, 256), 24, BEGINNING),
+        ),
+    ),
+    Round(5e-4, 30, 0, ((200, (64,), 48, ANYWHERE), (200, (256,), 20, BEGINNING))),
 )
-RECIPE: dict[str, Any] = {
-    "seed": 0,
-    "rate": 1e-3,  # the highest, after WARM_UP steps; it falls to nothing along half a cosine
-    "warm_up": 100,
-    "decoys": 3,
-    "plain_steps": 200,  # at the beginning, without decoys
-    "pointing": 0.2,  # the weight of the attention's loss
-    "scale": 0.5,  # of cross-attention in training
-}
+DECOYS = 3  # at most, in a passage
+POINTING = 0.2  # the weight of the attention's loss
+SCALE = 0.5  # of cross-attention in training
+SEED = 0
+LOGGED = ("round", "step", "key", "pointing", "CPU s")
 
 
 def new_model() -> BartForConditionalGeneration:
     """The untrained reader."""
-    torch.manual_seed(RECIPE["seed"])
+    torch.manual_seed(SEED)
     model = BartForConditionalGeneration(BartConfig(**GEOMETRY, attn_implementation="eager"))
     for part in (model.model.encoder, model.model.decoder):
         weight = part.embed_positions.weight
@@ -106,40 +129,52 @@ def loss_of(model: BartForConditionalGeneration, passages: Passages) -> tuple[Te
     pointing = torch.stack(
         [-((given.float() * wanted).sum(-1) + 1e-6).log().mean() for given in output.cross_attentions]
     )
-    return output.loss + RECIPE["pointing"] * pointing.mean(), output.loss.detach(), pointing.mean().detach()
+    return output.loss + POINTING * pointing.mean(), output.loss.detach(), pointing.mean().detach()
 
 
-def train(target: Path) -> None:
-    """Train the reader and write it to ``target``, with its tokenizer and a log."""
-    tokenizer = reader_data.train_tokenizer()
-    task, model, rng = Task(tokenizer, held_out=False, seed=RECIPE["seed"]), new_model(), random.Random(RECIPE["seed"])
-    cross = [layer.encoder_attn for layer in model.model.decoder.layers]
-    for attention in cross:
-        attention.scaling *= RECIPE["scale"]
+def train_round(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, nth: int) -> list[list[float]]:
+    """Train the model further, as the nth of `ROUNDS` says. Returns rows of what `LOGGED` names."""
+    rate, warm_up, plain_steps, stages = ROUNDS[nth]
+    task, rng = Task(tokenizer, held_out=False, seed=SEED + nth), random.Random(SEED + nth)
+    positions = model.model.encoder.embed_positions
+    first = positions.offset
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
-    steps = [(lengths, count) for steps, lengths, count in STAGES for _ in range(steps)]
+    steps = [stage for stage in stages for _ in range(stage[0])]
     log, began = [], time.process_time()
-    for step, (lengths, count) in enumerate(steps):
-        rate = RECIPE["rate"] * min(1, (step + 1) / RECIPE["warm_up"]) * (1 + math.cos(math.pi * step / len(steps))) / 2
+    for step, (_, lengths, count, anywhere) in enumerate(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate
-        decoys = RECIPE["decoys"] if step >= RECIPE["plain_steps"] else 0
-        loss, *parts = loss_of(model, task.passages(count, rng.choice(lengths), decoys))
+            group["lr"] = rate * min(1, (step + 1) / warm_up) * (1 + math.cos(math.pi * step / len(steps))) / 2
+        length = rng.choice(lengths)
+        positions.offset = first + (rng.randrange(WINDOW - length + 1) if anywhere else 0)
+        loss, *parts = loss_of(model, task.passages(count, length, DECOYS if step >= plain_steps else 0))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 25 == 0:
-            log.append([step + 1, *(round(part.item(), 4) for part in parts), round(time.process_time() - began)])
-            print("step {}: key {}, pointing {}, {} CPU s".format(*log[-1]), flush=True)
+            values = [nth, step + 1, *(round(part.item(), 4) for part in parts), round(time.process_time() - began)]
+            log.append(values)
+            print(", ".join(map("{} {}".format, LOGGED, values)), flush=True)
+    positions.offset = first
+    return log
+
+
+def train(target: Path) -> None:
+    """Train the reader and write it to ``target``, with its tokenizer and a log."""
+    tokenizer, model = reader_data.train_tokenizer(), new_model()
+    for layer in model.model.decoder.layers:
+        layer.encoder_attn.scaling *= SCALE
+    rows = [row for nth in range(len(ROUNDS)) for row in train_round(model, tokenizer, nth)]
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    (target / "log.json").write_text(json.dumps({"columns": ["step", "key", "pointing", "cpu_s"], "rows": log}) + "\n")
+    (target / "log.json").write_text(json.dumps({"columns": LOGGED, "rows": rows}) + "\n")
 
 
 def reader_folder() -> Path:
     """Where the trained reader lies; it is trained first if it does not. Another recipe has another folder."""
-    digest = hashlib.sha256(json.dumps([GEOMETRY, STAGES, RECIPE, reader_data.TASK]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(
+        json.dumps([GEOMETRY, ROUNDS, DECOYS, POINTING, SCALE, SEED, reader_data.TASK]).encode()
+    ).hexdigest()[:12]
     return build_once(cache_dir() / "bench" / f"reader-{digest}", train)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -27,8 +28,7 @@ def bench() -> Iterator[Any]:
     """The module, with one short book in place of all that are trained on, and another of all held out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
-        import train_reader
-
+        train_reader = importlib.import_module("train_reader")
         patch.setattr(train_reader.reader_data, "books", lambda held_out: ["Ruth" if held_out else "Jonah"])
         yield train_reader
     for name in ("train_reader", "reader_data"):
