@@ -73,10 +73,13 @@ def splice(store: memstore.store.MemoryStore, reader: Reader, filler: Memory, id
     """The memory of ``ids``, which differ from the filler's in some places: only windows that see one are encoded."""
     adapter = adapter_for(reader.model)(reader.model)
     changed = np.flatnonzero(ids != filler.token_ids)
+    causal = filler.manifest.rule.context == "left"  # then tokens before the first change are as they were
     fresh: dict[str, torch.Tensor] = {}
     first = last = 0
     for window in plan(len(ids), filler.manifest.rule):
-        if not ((changed >= window.start) & (changed < window.stop)).any() or window.keep_stop <= changed[0]:
+        if not ((changed >= window.start) & (changed < window.stop)).any() or (
+            causal and window.keep_stop <= changed[0]
+        ):
             continue
         prefix = list(filler.manifest.prefix_ids)
         inputs = torch.tensor([prefix + ids[window.start : window.stop].tolist()])

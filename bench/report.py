@@ -1,6 +1,6 @@
-"""What the benchmarks found, from the JSON they wrote: the tables of bench/README.md, and a picture.
+"""What the benchmarks found, from the JSON they wrote: the tables of bench/README.md, and pictures.
 
-python bench/report.py        prints the tables, writes results/index.svg
+python bench/report.py        prints the tables, writes results/index.svg and results/reader.svg
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ def load() -> list[Row]:
     """The results of `bench/index.py` on the CPU, one for each dataset."""
     files = sorted(file for file in RESULTS.glob("index-*.json") if "quick" not in file.stem)
     return [json.loads(file.read_text()) for file in files]
+
+
+def load_reader() -> Row:
+    """The result of `bench/read_long.py`."""
+    return json.loads((RESULTS / "reader.json").read_text())
 
 
 def curves(size: Row, k: int = K) -> dict[tuple[str, str], list[Row]]:
@@ -79,22 +84,66 @@ def reading_table(result: Row) -> Iterator[str]:
         yield f"| {case['dtype']} | {case['sum_gb_s']:.1f} | {' | '.join(shares)} |"
 
 
+WAYS = {"memory_all": "memory, all of it", "memory_256": "memory, top 256", "truncated": "truncated"}
+
+
+def share(row: Row) -> str:
+    """An accuracy with its interval, in percent."""
+    return f"{100 * row['accuracy']:.1f} ({' to '.join(f'{100 * end:.1f}' for end in row['interval'])})"
+
+
+def reader_table(result: Row) -> Iterator[str]:
+    """Keys that the trained reader wrote in full, in percent, by the length of the document."""
+    yield f"| tokens | trials | {' | '.join(WAYS.values())} | its digits: all, top 256 | attention there |"
+    yield f"|---|---|{'---|' * len(WAYS)}---|---|"
+    for row in result["lengths"]:
+        shares = " | ".join(share(row[way]) for way in WAYS)
+        digits = ", ".join(f"{100 * row[way]['digits']:.1f}" for way in ("memory_all", "memory_256"))
+        yield f"| {row['length']:,} | {row['trials']} | {shares} | {digits} | {100 * row['needle_mass']:.1f} |"
+
+
 def tables() -> list[str]:
     return [
         "\n".join(index_table(load())),
         "\n".join(reading_table(json.loads((RESULTS / "reading.json").read_text()))),
+        "\n".join(reader_table(load_reader())),
     ]
 
 
-def draw(results: list[Row], path: Path) -> None:
-    """One panel for each dataset, at its largest size: a curve for each index over its tunable option, k = 256."""
+def pyplot() -> Any:
+    """matplotlib, which writes the same file for the same figures."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
     mpl.use("svg")
     mpl.rcParams["svg.fonttype"] = "none"
+    mpl.rcParams["svg.hashsalt"] = "memstore"
+    return plt
+
+
+def draw_reader(result: Row, path: Path) -> None:
+    """Accuracy over the length of the document, with its 95 % interval."""
+    figure, axis = pyplot().subplots(figsize=(8, 4))
+    lengths = [row["length"] for row in result["lengths"]]
+    for i, (way, label) in enumerate(WAYS.items()):
+        rows = [row[way] for row in result["lengths"]]
+        axis.plot(lengths, [row["accuracy"] for row in rows], marker="o", markersize=4, color=f"C{i}", label=label)
+        low, high = zip(*(row["interval"] for row in rows), strict=True)
+        axis.fill_between(lengths, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
+    axis.axhline(result["plain"]["accuracy"], color="grey", linewidth=0.8, linestyle="--", label="plain, in its window")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
+    axis.set(ylim=(-0.02, 1.05), xlabel="tokens of the document", ylabel="keys written in full")
+    axis.grid(alpha=0.2)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw(results: list[Row], path: Path) -> None:
+    """One panel for each dataset, at its largest size: a curve for each index over its tunable option, k = 256."""
+    plt = pyplot()
     names = sorted({row["backend"] for result in results for size in result["sizes"] for row in size["searches"]})
-    mpl.rcParams["svg.hashsalt"] = "memstore"  # the same file for the same figures
     lines = -(-len(results) // 3)
     figure, grid = plt.subplots(lines, 3, figsize=(13, 4 * lines), squeeze=False)
     axes = grid.flatten()
@@ -131,6 +180,7 @@ def draw(results: list[Row], path: Path) -> None:
 def main() -> None:
     print("\n\n".join(tables()))
     draw(load(), RESULTS / "index.svg")
+    draw_reader(load_reader(), RESULTS / "reader.svg")
 
 
 if __name__ == "__main__":

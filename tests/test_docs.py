@@ -208,7 +208,7 @@ def test_the_published_pass_keys_are_those_of_the_bench(seed: int) -> None:
     assert row in (ROOT / "bench/README.md").read_text(encoding="utf-8")
 
 
-def test_the_published_tables_of_the_indexes_are_those_of_the_bench() -> None:
+def test_the_published_tables_are_those_of_the_benches() -> None:
     published = (ROOT / "bench/README.md").read_text(encoding="utf-8")
     for table in runpy.run_path(str(ROOT / "bench/report.py"))["tables"]():
         assert table in published, "run bench/report.py"
@@ -243,3 +243,22 @@ def test_what_is_claimed_of_the_indexes_was_measured() -> None:
                     indexes = 90 if result["dataset"].startswith("smollm2/") else 1  # 30 layers of 3 heads
                     if cost := result["encode_cpu_s_per_token"]:
                         assert indexes * build["cpu_s"] <= 0.05 * size["n"] * cost
+
+
+def test_what_is_claimed_of_the_trained_reader_was_measured() -> None:
+    """The bounds that bench/README.md names for documents longer than the window."""
+    result = runpy.run_path(str(ROOT / "bench/report.py"))["load_reader"]()
+    plain, lengths = result["plain"], result["lengths"]
+    assert [row["length"] for row in lengths] == [result["window"] * 2**i for i in range(11)]
+    for row in lengths:
+        assert row["trials"] >= (100 if row["length"] <= 16384 else 20)
+        for way in (row["truncated"], row["memory_all"], row["memory_256"]):
+            assert way["accuracy"] == round(way["right"] / row["trials"], 4) <= way["digits"]
+            low, high = way["interval"]
+            assert 0 <= low <= way["accuracy"] <= high <= 1
+        if row["length"] > result["window"]:
+            in_sight = result["window"] / row["length"]  # how often a needle is in the first window
+            low, high = row["truncated"]["interval"]
+            assert low <= in_sight + 0.01
+        for way in ("memory_all", "memory_256"):
+            assert row[way]["accuracy"] >= plain["accuracy"] - 0.05
