@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memstore.attention import Partial, Scoring, merge, read_all, read_rows
+from memstore.bfloat16 import read_bfloat16, suits
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.vectors import Rows
@@ -141,7 +142,9 @@ def _read_whole(source: Source, asking: Sequence[Looked]) -> list[Partial]:
     flat = [asked.queries.flatten(0, 2) for asked in asking]
     biases = [_flat(asked.scoring).bias for asked in asking]
     bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
-    part = read_all(torch.cat(flat), source.blocks, Scoring(bias, asking[0].scoring.softcap))
+    queries, scoring = torch.cat(flat), Scoring(bias, asking[0].scoring.softcap)
+    fast = suits(queries, source.blocks, scoring)
+    part = read_bfloat16(queries, source.blocks) if fast else read_all(queries, source.blocks, scoring)
     pieces = [tensor.split([len(queries) for queries in flat]) for tensor in part]
     return [Partial(*each) for each in zip(*pieces, strict=True)]
 
