@@ -1,10 +1,10 @@
 """Attention over a memory that is stored in bfloat16, by the matrix instructions of a CPU (AMX).
 
-They multiply bfloat16 numbers as they lie in the memory and add the products up in float32; only their results are
-rounded to bfloat16. A number loses little by that where it is small, so the difference from a known number is asked for:
-scores less the highest so far, which are small where weights are large, and sums less what the rows before let expect.
-Queries are given as the sum of two bfloat16 numbers, and weights are summed as they were rounded. What remains is about
-the error that storing states in bfloat16 makes by itself (tests/test_bfloat16.py holds one against the other).
+They multiply bfloat16 numbers as they lie in the memory and add the products up in float32; only what comes out is
+rounded to bfloat16. A small number loses little by that, so differences from a known number are asked for: scores less
+the highest so far, which are small where weights are large, and sums less what the rows before let expect. Queries are
+given as the sum of two bfloat16 numbers, and weights are summed as they were rounded. What remains is about the error
+that storing states in bfloat16 makes by itself (tests/test_bfloat16.py holds one against the other).
 """
 
 from __future__ import annotations

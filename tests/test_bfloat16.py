@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from memstore import bfloat16
-from memstore.attention import PLAIN, Scoring, merge, normalise
+from memstore.attention import PLAIN, Scoring, merge, normalise, read_all
 from memstore.bfloat16 import read_bfloat16, suits
-from memstore.reading import shelves
 
 tiles = pytest.mark.skipif(not bfloat16.has_tiles(), reason="no AMX: memories are read in float32 there")
 
@@ -59,7 +61,7 @@ def test_a_row_that_stands_out_is_found_wherever_it_stands(place, score):
 @tiles
 def test_it_merges_with_other_parts():
     states, queries = states_of(9000, 128, 1).bfloat16(), queries_of(4, 128, 3)
-    parts = [read_bfloat16(queries, [states[:5000]]), shelves.read_all(queries, [states[5000:]])]
+    parts = [read_bfloat16(queries, [states[:5000]]), read_all(queries, [states[5000:]])]
     assert distance(normalise(merge(parts)), attention(queries, states)) < 3e-3
 
 
@@ -79,16 +81,18 @@ def test_equal_states_give_that_state():
         ({"n": 100}, False),
         ({"width": 64}, False),
         ({"m": 65}, False),
-        ({"scoring": Scoring(softcap=30.0)}, False),
-        ({"scoring": Scoring(bias=torch.zeros(4, 1))}, False),
+        ({"softcap": 30.0}, False),
+        ({"bias": torch.zeros(4, 1)}, False),
         ({"grad": True}, False),
         ({"tiles": False}, False),
     ],
-    ids=str,
+    ids=["all is well", "float32", "float16", "short", "narrow", "many queries", "capped", "biased", "grad", "no AMX"],
 )
 def test_where_it_is_used(change, expected, monkeypatch):
-    case = {"dtype": torch.bfloat16, "n": 5000, "width": 128, "m": 4, "scoring": PLAIN, "grad": False, "tiles": True}
-    case |= change
-    monkeypatch.setattr(bfloat16, "has_tiles", lambda: case["tiles"])
-    blocks = torch.zeros(case["n"], case["width"], dtype=case["dtype"]).split(3000)
-    assert suits(torch.zeros(case["m"], case["width"], requires_grad=case["grad"]), blocks, case["scoring"]) == expected
+    usual: dict[str, Any] = {"dtype": torch.bfloat16, "n": 5000, "width": 128, "m": 4, "grad": False, "tiles": True}
+    case = SimpleNamespace(**usual, **PLAIN._asdict())
+    vars(case).update(change)
+    monkeypatch.setattr(bfloat16, "has_tiles", lambda: case.tiles)
+    blocks = torch.zeros(case.n, case.width, dtype=case.dtype).split(3000)
+    queries = torch.zeros(case.m, case.width, requires_grad=case.grad)
+    assert suits(queries, blocks, Scoring(case.bias, case.softcap)) == expected
