@@ -7,9 +7,9 @@ All figures are CPU time of one thread; a step is what lies between two calls of
 and medians are over all steps of all rounds, in which the ways of reading take turns. The *plain* model reads 1,024
 tokens of encoder states, as if they were a prompt.
 
-- `reader`: the trained reader of `bench/train_reader.py`, whose geometry is that of the published comparison (d_model 256,
-  4 + 4 layers, 4 heads), over 65,536 tokens, greedy, while it writes the key. Retrieval is judged by the share of the
-  exact attention that the chosen rows hold, per layer, head and step.
+- `reader`: the trained reader of `bench/train_reader.py`, which has the geometry of the published comparison (d_model
+  256, 4 + 4 layers, 4 heads), over 65,536 tokens, greedy, while it writes the key. Retrieval is judged by the share of
+  the exact attention that the chosen rows hold, per layer, head and step.
 - `base`: random weights and random states in the geometry of BART-base (d_model 768, 6 + 6 layers, 12 heads, 50,265
   tokens of vocabulary), stored in bfloat16, for several lengths, batches and beams.
 - `attach`: memories of the same geometry attached in a new process each.
@@ -119,7 +119,7 @@ def set_nprobe(attached: Any, nprobe: int) -> None:
 def in_turns(works: Mapping[str, Work], rounds: int) -> dict[str, dict[str, float]]:
     """Medians of all steps of each work, in milliseconds, and the ratio of its CPU time to that of "plain"."""
     steps: dict[str, list[Seconds]] = {name: [] for name in works}
-    for name, work in works.items():  # warms up: each way of reading verifies and allocates at its first step
+    for work in works.values():  # warms up: each way of reading verifies and allocates at its first step
         work()
     for _ in range(rounds):
         for name, work in works.items():
@@ -216,7 +216,8 @@ def masses(attached: Any, queries: Sequence[Tensor], states: Tensor, k: int) -> 
 def measure_reader(store: MemoryStore, rounds: int) -> dict[str, Any]:
     from train_reader import DIGITS, load_reader, long_memory
 
-    model, _ = load_reader()
+    with torch.enable_grad():  # it may have to be trained
+        model, _ = load_reader()
     memories = {
         dtype: long_memory(store, READER_LENGTH, name=dtype, dtype=dtype).memory for dtype in ("bfloat16", "float32")
     }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
 PIECE = 1 << 17  # numbers of a memory read at once on a CPU: 512 KiB, which the cache of a core holds
+LOWEST = -60.0  # score beside the highest: exp of much less is no normal number, with which a CPU computes slowly
 ROW_CHUNK = 1 << 24  # numbers gathered at once for top-k: 64 MiB
 
 
@@ -144,7 +145,7 @@ def with_more(part: Partial, scores: Tensor, values: Tensor) -> Partial:
         m = torch.maximum(part.m, highest)
         scale = shifted_exp(part.m, m)
         part = Partial(m, scale * part.l, scale * part.o)
-    weights = (scores - part.m).exp_()
+    weights = (scores - part.m).clamp_min_(LOWEST).exp_()
     return Partial(part.m, part.l + weights.sum(-1, keepdim=True), torch.addmm(part.o, weights, values))
 
 

@@ -11,18 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from memstore.attention import PLAIN, Partial, Scoring, normalise, read_all
+from memstore.attention import LOWEST, PLAIN, Partial, Scoring, normalise, read_all
 
 FEWEST = 4096  # rows of a memory: fewer are read as fast in float32
 NARROW = 128  # numbers in a row: of narrower ones, or for many queries, weights cost more than the products do
 FIRST = 1024  # rows that are read in float32, for what to expect of the others
-SCORES = 1 << 18  # held at once, about
-JUMP = 2.0  # by which a score may exceed the highest so far before all scores at hand are computed anew
-FEW = 128  # columns: the product of a piece with so few is faster than the other way round, and turning it over cheap
+SCORES = 1 << 20  # held at once, about
+NUMBERS = 1 << 25  # of a memory that are scored before they are summed: 64 MiB, which a cache shared by all cores holds
+JUMP = 2.0  # by which a score may exceed the highest so far and still be taken as it is
+NEAR = 10.0  # below the highest score, where weights still count
+NOTHING = 2.0**-24  # of all weights: rows that weigh no more together are left out of the sum
+FEW = 128  # columns: the product of rows with so few is faster than the other way round, and turning it over cheap
 TILE = 16  # rows of a tile: a product of fewer rows takes longer than one of as many
 
 
@@ -51,49 +55,77 @@ def read_bfloat16(queries: Tensor, blocks: Sequence[Tensor]) -> Partial:
 
     The part's ``m`` is near the highest score of each query, which is all that merging asks for.
     """
-    m, d = queries.shape
-    queries, size = queries.float(), max(FIRST, SCORES // m)
-    high = queries.bfloat16()
-    both = torch.cat((high, (queries - high).bfloat16()))
-    weights = high.new_zeros((-(-m // TILE) * TILE, min(size, max(map(len, blocks)))))
-    expected = high.new_zeros((len(weights), d))
-    offset = high.new_zeros(2 * m)  # taken from all scores; those of the low parts of queries have none
-    part = read_all(queries, [blocks[0][:FIRST]])
-    part = _moved(part, part.m, offset)
-    for piece in _pieces(blocks, size):
-        scores = _scores(piece, both, offset)
+    queries = queries.float()
+    reading = _Reading(queries, read_all(queries, [blocks[0][:FIRST]]))
+    for run in _runs(blocks, min(SCORES // len(queries), NUMBERS // queries.shape[1])):
+        reading.add(run)
+    return reading.part
+
+
+class _Reading:
+    """What queries [m, d] have read so far: ``part``, whose m is a bfloat16 number."""
+
+    def __init__(self, queries: Tensor, part: Partial) -> None:
+        self.queries, self.part = queries, part
+        high = queries.bfloat16()
+        self.both = torch.cat((high, (queries - high).bfloat16()))
+        self.offset = high.new_zeros(len(self.both))  # the part's m, and for the low parts of queries 0
+        self._move(part.m)
+
+    def add(self, blocks: Sequence[Tensor]) -> None:
+        """Read more rows, in blocks [n_i, d]."""
+        m, d = self.queries.shape
+        ends = list(accumulate(map(len, blocks)))
+        scores = self.queries.new_empty((m, ends[-1]))
+        for block, end in zip(blocks, ends, strict=True):
+            self._score(block, scores[:, end - len(block) : end], scores[:, : end - len(block)])
+        weights = self.offset.new_zeros((-(-m // TILE) * TILE, ends[-1]))
+        weights[:m] = scores.clamp_min_(LOWEST).exp_()
+        parts = [weights[:, end - len(block) : end] for block, end in zip(blocks, ends, strict=True)]
+        sums = torch.stack([part[:m].sum(-1, keepdim=True, dtype=torch.float32) for part in parts])
+        counting = (sums > NOTHING * (self.part.l + sums.sum(0))).flatten(1).any(1).tolist()
+        expected = self.offset.new_zeros((len(weights), d))
+        for block, part, more, counts in zip(blocks, parts, sums, counting, strict=True):
+            if counts:
+                expected[:m] = normalise(self.part) * more
+                self.part.o.add_(torch.addmm(expected, part, block, beta=-1)[:m]).add_(expected[:m])
+                self.part.l.add_(more)
+
+    def _score(self, block: Tensor, scores: Tensor, before: Tensor) -> None:
+        """Write the scores [m, p] of the rows of a block [p, d], less the offset; those ``before`` follow if it moves."""
+        if len(self.both) < FEW:
+            products = torch.addmm(self.offset, block, self.both.T, beta=-1).T
+        else:
+            products = torch.addmm(self.offset[:, None], self.both, block.T, beta=-1)
+        high, low = products.to(torch.float32, memory_format=torch.contiguous_format).chunk(2)
+        torch.add(high, low, out=scores)
         top = scores.amax(-1, keepdim=True)
         if (top > JUMP).any():
-            part = _moved(part, part.m + top.clamp_min(0), offset)
-            scores = _scores(piece, both, offset)
-        here = weights[:, : len(piece)]
-        here[:m] = scores.exp_()
-        more = here[:m].sum(-1, keepdim=True, dtype=torch.float32)
-        expected[:m] = normalise(part) * more
-        part.o.add_(torch.addmm(expected, here, piece, beta=-1)[:m]).add_(expected[:m])
-        part.l.add_(more)
-    return part
+            large = ((scores > JUMP) & (scores > top - NEAR)).any(0).nonzero()[:, 0]
+            moved = self._move(self.part.m + top.clamp_min(0))
+            before.sub_(moved)
+            scores.sub_(moved)
+            scores[:, large] = self.queries @ block[large].float().T - self.part.m
+
+    def _move(self, m: Tensor) -> Tensor:
+        """Let the part stand about another ``m`` [m, 1], as bfloat16 holds it. Returns by how much it is more."""
+        self.offset[: len(m)] = m[:, 0]
+        rounded = self.offset[: len(m), None].float()
+        moved = rounded - self.part.m
+        scale = (-moved).exp()
+        self.part = Partial(rounded, scale * self.part.l, scale * self.part.o)
+        return moved
 
 
-def _moved(part: Partial, m: Tensor, offset: Tensor) -> Partial:
-    """The same part about another ``m`` [m, 1], of which as much as bfloat16 holds becomes the offset."""
-    offset[: len(m)] = m[:, 0]
-    rounded = offset[: len(m), None].float()
-    scale = (part.m - rounded).exp()
-    return Partial(rounded, scale * part.l, scale * part.o)
-
-
-def _scores(piece: Tensor, both: Tensor, offset: Tensor) -> Tensor:
-    """Scores [m, p] of the rows of a piece [p, d], float32, less the offset."""
-    if len(both) < FEW:
-        products = torch.addmm(offset, piece, both.T, beta=-1).T
-    else:
-        products = torch.addmm(offset[:, None], both, piece.T, beta=-1)
-    high, low = products.to(torch.float32, memory_format=torch.contiguous_format).chunk(2)
-    return high.add_(low)
-
-
-def _pieces(blocks: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """All but the first rows of the blocks, in order, in pieces of at most ``size`` rows."""
+def _runs(blocks: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """All but the first rows of the blocks, in order, in pieces that have together about ``size`` rows at most."""
+    run: list[Tensor] = []
     for i, block in enumerate(blocks):
-        yield from (piece for piece in block[0 if i else FIRST :].split(size) if len(piece))
+        for piece in block[0 if i else FIRST :].split(max(FIRST, size)):
+            if run and sum(map(len, run)) + len(piece) > size:
+                yield run
+                run = []
+            if len(piece):
+                run.append(piece)
+    if run:
+        yield run
