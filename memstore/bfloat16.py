@@ -92,7 +92,7 @@ class _Reading:
                 self.part.l.add_(more)
 
     def _score(self, block: Tensor, scores: Tensor, before: Tensor) -> None:
-        """Write the scores [m, p] of the rows of a block [p, d], less the offset; those ``before`` follow if it moves."""
+        """Write the scores [m, p] of a block [p, d], less the offset. Where that moves, those ``before`` do too."""
         if len(self.both) < FEW:
             products = torch.addmm(self.offset, block, self.both.T, beta=-1).T
         else:
