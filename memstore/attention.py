@@ -70,7 +70,7 @@ def absorb_keys(query: Tensor, key_weight: Tensor) -> Tensor:
 
     Unlimiformer (Bertsch et al. 2023), section 2.3, equation 1: (h_d W_q) (h_e W_k)^T = (h_d W_q W_k^T) h_e^T.
     """
-    return torch.einsum("bhtc,hcd->bhtd", query.float(), key_weight.float())
+    return query.float() @ key_weight.float()
 
 
 def absorb_values(part: Partial, value_weight: Tensor, value_bias: Tensor | None) -> Partial:
@@ -78,7 +78,7 @@ def absorb_values(part: Partial, value_weight: Tensor, value_bias: Tensor | None
 
     The weights of an unnormalised sum add up to l, so the bias enters l times: (sum w_i h_i) W_v + l b_v.
     """
-    o = torch.einsum("bhtd,hcd->bhtc", part.o, value_weight.float())
+    o = part.o @ value_weight.float().transpose(1, 2)
     if value_bias is not None:
         o = o + part.l * value_bias.float()[None, :, None]
     return Partial(part.m, part.l, o)
