@@ -1,4 +1,4 @@
-"""Attaching reads none of a memory on a CPU: it is verified by the first step that reads it, and before it is indexed."""
+"""Attaching reads nothing of a memory on a CPU: the first step that reads it verifies it, and so does indexing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ def touched(monkeypatch):
     """The sizes of the values whose checksums are computed."""
     sizes = []
     real = memory_module.checksum
-    monkeypatch.setattr(memory_module, "checksum", lambda value: sizes.append(len(value)) or real(value))
+
+    def noting(value):
+        sizes.append(len(value))
+        return real(value)
+
+    monkeypatch.setattr(memory_module, "checksum", noting)
     monkeypatch.setattr(memory_module, "_checked", {})
     return sizes
 

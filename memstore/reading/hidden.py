@@ -177,8 +177,8 @@ class HiddenAttachment(Attachment):
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         self._groups(len(query))
-        # Soft-capping needs the key bias in every score. Else it is the same for the whole memory: it is added once, and
-        # not at all if there is nothing to merge the memory with.
+        # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once, if
+        # there is anything to merge the memory with.
         needless = attention.softcap is None and self._no_prompt
         bias = None if needless else attention.key_bias(query, scaling)
         inside = Scoring() if attention.softcap is None else Scoring(bias, attention.softcap)
