@@ -20,6 +20,7 @@ Note = Callable[[Tensor], None]
 
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
 PIECE = 1 << 17  # numbers of a memory read at once on a CPU: 512 KiB, which the cache of a core holds
+LOWEST = -60.0  # score beside the highest: exp of much less is no normal number, with which a CPU computes slowly
 ROW_CHUNK = 1 << 24  # numbers gathered at once for top-k: 64 MiB
 
 
@@ -76,7 +77,7 @@ def absorb_keys(query: Tensor, key_weight: Tensor) -> Tensor:
 
     Unlimiformer (Bertsch et al. 2023), section 2.3, equation 1: (h_d W_q) (h_e W_k)^T = (h_d W_q W_k^T) h_e^T.
     """
-    return torch.einsum("bhtc,hcd->bhtd", query.float(), key_weight.float())
+    return query.float() @ key_weight.float()
 
 
 def absorb_values(part: Partial, value_weight: Tensor, value_bias: Tensor | None) -> Partial:
@@ -84,7 +85,7 @@ def absorb_values(part: Partial, value_weight: Tensor, value_bias: Tensor | None
 
     The weights of an unnormalised sum add up to l, so the bias enters l times: (sum w_i h_i) W_v + l b_v.
     """
-    o = torch.einsum("bhtd,hcd->bhtc", part.o, value_weight.float())
+    o = part.o @ value_weight.float().transpose(1, 2)
     if value_bias is not None:
         o = o + part.l * value_bias.float()[None, :, None]
     return Partial(part.m, part.l, o)
@@ -162,7 +163,7 @@ def with_more(part: Partial, scores: Tensor, values: Tensor, tally: Tally | None
         m = torch.maximum(part.m, highest)
         scale = shifted_exp(part.m, m)
         part = Partial(m, scale * part.l, scale * part.o)
-    weights = (scores - part.m).exp_()
+    weights = (scores - part.m).clamp_min_(LOWEST).exp_()
     if tally is not None:
         tally.add(weights, part.m)
     l = part.l if tally is not None and tally.sums_all else part.l + weights.sum(-1, keepdim=True)  # noqa: E741

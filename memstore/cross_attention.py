@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from memstore.attention import Partial, absorb_keys, absorb_values, split_heads
@@ -67,7 +66,7 @@ class CrossAttention:
             bias = passed if bias is None else passed + bias
         if bias is None:
             return None
-        return torch.einsum("bhtc,hc->bht", query.float(), self._by_head(bias).float())[..., None] * scaling
+        return query.float() @ self._by_head(bias).float()[..., None] * scaling
 
     def values(self, part: Partial) -> Partial:
         """A weighted sum of encoder states [B, H, T, d] as one of values [B, H, T, c]."""

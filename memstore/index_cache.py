@@ -128,7 +128,8 @@ class IndexCache:
         for slot in self.slots:
             begun = time.monotonic()
             index = self.plugin(options)
-            index.build(self.keys.get(slot.name) or slot.keys(self.opened))
+            keys = None if self.saved else self.keys.get(slot.name)  # what is kept is built from verified vectors
+            index.build(keys or slot.keys(self.opened))
             self.seconds += time.monotonic() - begun
             yield slot.name, index
 

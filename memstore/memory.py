@@ -218,6 +218,17 @@ class OpenMemory:
         """All blocks of a part, in order."""
         return [self.block(part, i) for i in range(self.manifest.num_blocks)]
 
+    def mapped(self, part: str) -> list[torch.Tensor]:
+        """All blocks of a part as they lie on disk: none of them is read. Call :meth:`check` before using one."""
+        spec = self._part(part)
+        return [_tensor(self._reader.get(block_key(part, i)), spec) for i in range(self.manifest.num_blocks)]
+
+    def check(self, part: str) -> None:
+        """Verify the blocks of a part, unless this process has done so, or verification is off. Raises
+        DamagedMemoryError."""
+        for i in range(self.manifest.num_blocks):
+            self.value(block_key(part, i))
+
     def rows(self, part: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` (excluded) of a part: [stop - start, *shape], a view if they lie in one block."""
         import torch

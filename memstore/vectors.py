@@ -119,9 +119,13 @@ class Rows:
         places = ids.to(first.device)
         if len(self.blocks) == 1:
             return first[places].to(ids.device)
-        owners = torch.searchsorted(self._starts, ids.cpu(), right=True) - 1
+        ordered, order = places.sort()
+        cuts = torch.searchsorted(ordered.cpu(), self._starts).tolist()
+        parts = [
+            block[ordered[begin:end] - start].to(self._dtype)
+            for block, start, begin, end in zip(self.blocks, self._starts.tolist(), cuts, cuts[1:], strict=False)
+            if begin < end
+        ]
         rows = first.new_empty(len(ids), first.shape[1], dtype=self._dtype)
-        for block in owners.unique().tolist():
-            here = (owners == block).to(first.device)
-            rows[here] = self.blocks[block][places[here] - int(self._starts[block])].to(self._dtype)
+        rows[order] = torch.cat(parts or [rows])
         return rows.to(ids.device)

@@ -124,6 +124,7 @@ def touched(monkeypatch):
 
     noting(OpenMemory, "__init__", "open", lambda self, memory, *rest: memory.name)
     noting(OpenMemory, "block", "read", lambda self, *rest: self.memory.name)
+    noting(OpenMemory, "check", "check", lambda self, *rest: self.memory.name)
     noting(OpenMemory, "close", "close", lambda self: self.memory.name)
     noting(ExactIndex, "build", "index", lambda self, blocks: f"{sum(map(len, blocks))} keys")
     return done
@@ -138,7 +139,10 @@ def test_only_what_comes_and_goes_is_touched(library, touched, top_k):
         run(model)
         touched.clear()
         attached.add(new)
-        assert touched == [("open", "new"), ("read", "new"), *([("index", "33 keys")] if top_k == 50 else [])]
+        assert touched == [("open", "new"), *([("index", "33 keys")] if top_k == 50 else [])]
+        touched.clear()
+        run(model)
+        assert touched == [("check", "new")]  # its bytes, at the first step that reads them
         touched.clear()
         attached.remove(memories[3])
         assert touched == [("close", "mmmm")]

@@ -31,7 +31,7 @@ def test_the_built_in_plugins_are_listed() -> None:
     found = {(p.group, p.name) for p in registry.plugins() if p.distribution == "memstore-attention"}
     assert found == {
         *((registry.ADAPTERS, name) for name in ADAPTERS),
-        *((registry.BACKENDS, name) for name in ("exact", "faiss-flat", "faiss-ivf", "faiss-pq", "hnsw")),
+        *((registry.BACKENDS, name) for name in ("exact", "faiss-flat", "faiss-ivf", "faiss-pca", "faiss-pq", "hnsw")),
         *((registry.BACKENDS, name) for name in ("in-memory", "lmdb")),
     }
     assert all(p.group == registry.BACKENDS for p in registry.plugins(registry.BACKENDS))

@@ -49,7 +49,7 @@ class FaissIndex(SavedIndex):
         size = checked.abs().amax(1, keepdim=True).clamp_min(1e-30)
         small = checked / size / self.width  # so that no score exceeds the largest number in a key
         found = [self.find(chunk, wanted) for chunk in small.split(max(1, HITS // self.held(wanted)))]
-        scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
+        scores, ids = found[0] if len(found) == 1 else (torch.cat(each) for each in zip(*found, strict=True))
         scores = (scores.double() * self.width * size).float().masked_fill(ids < 0, -torch.inf)
         return padded(scores.to(queries.device), ids.to(queries.device), k)
 

@@ -18,7 +18,7 @@ from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation, uncompiled
 from memstore.indexes import check_backend, open_index
-from memstore.memory import Memory
+from memstore.memory import Memory, OpenMemory
 from memstore.reading.passes import EncoderStates, checked_layers, device_of, find_cache, finish
 from memstore.reading.shelves import Shelves, Source
 
@@ -72,6 +72,7 @@ class HiddenAttachment(Attachment):
         self.attentions = {attention.module: attention for attention in adapter.cross_attentions()}
         self.layers = checked_layers(layers, len(self.attentions))
         self._shelves = Shelves(None if self.top_k == "all" else self.top_k, self._source)
+        self._unchecked: list[OpenMemory] = []
         self._no_prompt = False
         self._encoded: tuple[ReferenceType[Any], int] | None = None  # the last prompt's states, and how many rows
         self._noting: RemovableHandle | None = None
@@ -93,7 +94,11 @@ class HiddenAttachment(Attachment):
 
     def _source(self, memory: Memory, searched: bool) -> Source:
         device, opened = device_of(self.model), self.open_memory(memory)
-        blocks = [block.to(device) for block in opened.blocks("hidden")]
+        if device.type == "cpu":  # attaching reads nothing: the next step does, and verifies what it reads
+            blocks = opened.mapped("hidden")
+            self._unchecked.append(opened)
+        else:
+            blocks = [block.to(device) for block in opened.blocks("hidden")]
         if not searched:
             return Source(memory, blocks)
         found = open_index(opened, self.index, {"hidden": blocks}, str(device))
@@ -104,6 +109,7 @@ class HiddenAttachment(Attachment):
             self._noting.remove()
         self._noting = self._encoded = None
         self._shelves.arrange([])
+        self._unchecked.clear()
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         return {
@@ -130,6 +136,10 @@ class HiddenAttachment(Attachment):
         return dict(tokenizer(prompt, return_tensors="pt").to(self.model.device))
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        while self._unchecked:
+            if self._unchecked[-1] in self._opened.values():  # else it came and went
+                self._unchecked[-1].check("hidden")
+            self._unchecked.pop()
         given = (*args, *kwargs.values())
         cache = find_cache(given)
         past = 0 if cache is None else int(cache.get_seq_length())
@@ -166,8 +176,10 @@ class HiddenAttachment(Attachment):
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         self._groups(len(query))
-        bias = attention.key_bias(query, scaling)
-        # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once.
+        # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once, if
+        # there is anything to merge the memory with.
+        needless = attention.softcap is None and self._no_prompt
+        bias = None if needless else attention.key_bias(query, scaling)
         inside = Scoring() if attention.softcap is None else Scoring(bias, attention.softcap)
         noted = 0
         if self._ledger is not None:

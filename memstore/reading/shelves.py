@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memstore.attention import Partial, Scoring, merge, read_all, read_rows, shifted_exp
+from memstore.bfloat16 import read_bfloat16, suits
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance.ledger import Seen
@@ -187,9 +188,12 @@ def _read_whole(source: Source, asking: Sequence[Asked]) -> list[tuple[Partial, 
         return []
     biases = [_flat(asked.scoring).bias for asked in asking]
     bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
-    queries = torch.cat([asked.flat for asked in asking])
+    queries, scoring = torch.cat([asked.flat for asked in asking]), Scoring(bias, asking[0].scoring.softcap)
     tally = _tally(asking, queries.device) if asking[0].noted else None
-    part = read_all(queries, source.blocks, Scoring(bias, asking[0].scoring.softcap), tally)
+    if suits(queries, source.blocks, scoring):
+        part = read_bfloat16(queries, source.blocks, tally)
+    else:
+        part = read_all(queries, source.blocks, scoring, tally)
     pieces = [tensor.split([len(asked.flat) for asked in asking]) for tensor in part]
     parts = [Partial(*each) for each in zip(*pieces, strict=True)]
     if tally is None:

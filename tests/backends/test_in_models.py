@@ -13,7 +13,7 @@ from memstore.indexes import open_index
 from memstore.interfaces import SavedIndex
 from tests.models import build, read, run
 
-BACKENDS = ["faiss-flat", "faiss-ivf", "faiss-pq", "hnsw"]
+BACKENDS = ["faiss-flat", "faiss-ivf", "faiss-pca", "faiss-pq", "hnsw"]
 
 every = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -6,6 +6,7 @@ from memstore.testing import VectorIndexContract
 from memstore_backends.exact import ExactIndex
 from memstore_backends.faiss_flat import FaissFlatIndex
 from memstore_backends.faiss_ivf import FaissIvfIndex
+from memstore_backends.faiss_pca import FaissPcaIndex
 from memstore_backends.faiss_pq import FaissPqIndex
 from memstore_backends.hnsw import HnswIndex
 
@@ -20,6 +21,12 @@ class TestFaissFlat(VectorIndexContract):
 
 class TestFaissIvf(VectorIndexContract):
     index = FaissIvfIndex
+    min_recall = 0.98
+
+
+class TestFaissPca(VectorIndexContract):
+    index = FaissPcaIndex
+    options = {"components": 28, "k_factor": 16}  # the kit's keys differ in every direction alike
     min_recall = 0.98
 
 

@@ -1,0 +1,89 @@
+"""Attaching reads nothing of a memory on a CPU: the first step that reads it verifies it, and so does indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memstore
+from memstore import memory as memory_module
+from memstore.errors import DamagedMemoryError, IndexNotice
+from tests.models import build, read, run
+
+
+@pytest.fixture
+def model():
+    return build("bart")
+
+
+@pytest.fixture
+def touched(monkeypatch):
+    """The sizes of the values whose checksums are computed."""
+    sizes = []
+    real = memory_module.checksum
+
+    def noting(value):
+        sizes.append(len(value))
+        return real(value)
+
+    monkeypatch.setattr(memory_module, "checksum", noting)
+    monkeypatch.setattr(memory_module, "_checked", {})
+    return sizes
+
+
+def damaged(library, model, monkeypatch):
+    """A memory of which a byte is another on disk, and this process has verified nothing."""
+    memory = read(library, model, length=300)
+    data = next(library.path.glob("memories/*/data.mdb"))
+    whole = bytearray(data.read_bytes())
+    with memory.open("off") as opened:
+        at = whole.find(opened.block("hidden", 0).numpy().tobytes())
+    whole[at + 100] ^= 1
+    data.write_bytes(whole)
+    monkeypatch.setattr(memory_module, "_checked", {})
+    return memory
+
+
+@pytest.mark.parametrize("top_k", ["all", 5])
+def test_attaching_reads_nothing_and_the_first_step_everything(library, model, touched, top_k):
+    memory = read(library, model, length=300)
+    nbytes = memory.manifest.vector_bytes
+    touched.clear()
+    with memstore.attach(model, memory, top_k=top_k):
+        assert touched == []
+        first = run(model)
+        assert sum(touched) == nbytes
+        assert torch.equal(run(model), first)
+        assert sum(touched) == nbytes  # once for the process
+    with memstore.attach(model, memory, top_k=top_k):
+        run(model)
+    assert sum(touched) == nbytes
+
+
+def test_every_step_refuses_a_damaged_memory(library, model, monkeypatch):
+    memory = damaged(library, model, monkeypatch)
+    before = run(model)
+    with memstore.attach(model, memory, top_k="all"):
+        for _ in range(2):
+            with pytest.raises(DamagedMemoryError, match="encode the document again"):
+                run(model)
+    assert torch.equal(run(model), before)
+
+
+def test_no_index_is_built_of_a_damaged_memory(library, model, monkeypatch):
+    memory = damaged(library, model, monkeypatch)
+    attachment = memstore.attach(model, memory, top_k=5, index="faiss-flat")
+    with pytest.raises(DamagedMemoryError, match="encode the document again"), attachment:
+        pass
+    assert library.indexes(memory.name) == []
+
+
+def test_an_index_that_is_kept_is_opened_without_reading_the_memory(library, model, touched):
+    memory = read(library, model, length=300)
+    with pytest.warns(IndexNotice, match="It is kept"), memstore.attach(model, memory, top_k=5, index="faiss-flat"):
+        expected = run(model)
+    memory_module._checked.clear()
+    touched.clear()
+    with memstore.attach(model, memory, top_k=5, index="faiss-flat"):
+        assert touched == []
+        assert torch.equal(run(model), expected)
