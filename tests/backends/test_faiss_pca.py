@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def alike(n, d=64, directions=6, noise=0.05, seed=0):
+def alike(n, d=64, directions=4, noise=0.05, seed=0):
     """Keys [n, d] that have much in common and differ along few directions, and queries [20, d]."""
     generator = torch.Generator().manual_seed(seed)
     basis = torch.randn(directions, d, generator=generator)
