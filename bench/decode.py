@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +50,14 @@ PROMPT = 1024  # tokens that the plain model reads
 LENGTHS = (10_000, 100_000, 1_000_000)
 SHAPES = ((1, 1), (1, 4), (8, 1), (8, 4))  # batch, beams
 READER_LENGTH = 65_536
-TARGET = 0.99  # of the attention
-KS = (16, 32, 64, 128, 256)
-NPROBES = (1, 2, 4, 8, 16, 32, 64, 128)
+KS = (4, 16, 64, 256)
+SWEEP: Mapping[str, tuple[dict[str, int], ...]] = {  # of each index: what it is told
+    "exact": ({},),
+    "faiss-ivf": tuple({"nprobe": value} for value in (1, 8, 64, 512)),
+    "faiss-pca": tuple({"k_factor": value} for value in (1, 4, 16)),
+    "faiss-pq": tuple({"k_factor": value} for value in (8, 64)),
+    "hnsw": tuple({"ef_search": value} for value in (64, 512)),
+}
 
 
 class Seconds(NamedTuple):
@@ -99,21 +105,22 @@ def plain(model: Any, states: Tensor, beams: int, tokens: int) -> Work:
 
 
 def remembering(model: Any, memory: Memory, batch: int, beams: int, tokens: int, **options: Any) -> Work:
-    """The model over a memory alone. ``nprobe`` is set for the search, other options are those of attaching."""
-    nprobe = options.pop("nprobe", None)
+    """The model over a memory alone. ``told``: options of the search, beside those of attaching."""
+    told = options.pop("told", {})
 
     def work() -> list[Seconds]:
         with memstore.attach(model, memory, **options) as attached:
-            if nprobe is not None:
-                set_nprobe(attached, nprobe)
+            tell(attached, told)
             return generated(model, attached.empty_prompt(batch), beams, tokens)
 
     return work
 
 
-def set_nprobe(attached: Any, nprobe: int) -> None:
+def tell(attached: Any, options: Mapping[str, int]) -> None:
+    """Search with these options from now on."""
     for source in attached._shelves.sources.values():
-        source.index.options = source.index.options.model_copy(update={"nprobe": nprobe})
+        if options:
+            source.index.options = source.index.options.model_copy(update=options)
 
 
 def in_turns(works: Mapping[str, Work], rounds: int) -> dict[str, dict[str, float]]:
@@ -225,33 +232,29 @@ def measure_reader(store: MemoryStore, rounds: int) -> dict[str, Any]:
     with memory.open() as opened:
         states = torch.cat(opened.blocks("hidden")).float()
     queries = asked(model, memory, tokens)
-    curve = []
-    for backend, nprobes in (("exact", (None,)), ("faiss-ivf", NPROBES)):
-        with memstore.attach(model, memory, index=backend, top_k=1) as attached:
-            for k in KS:
-                for nprobe in nprobes:
-                    if nprobe is not None:
-                        set_nprobe(attached, nprobe)
-                    found = masses(attached, queries, states, k)
-                    by_head = found.unflatten(0, (-1, layers)).mean(0)
-                    figures = {"mass": found.mean(), "worst_head": by_head.min(), "worst": found.min()}
-                    figures = {name: round(float(value), 4) for name, value in figures.items()}
-                    curve.append({"index": backend, "k": k, "nprobe": nprobe, **figures})
     works = {
         "plain": plain(model, states[None, :PROMPT], 1, tokens),
         "all, bfloat16": remembering(model, memory, 1, 1, tokens, top_k="all"),
         "all, float32": remembering(model, memories["float32"], 1, 1, tokens, top_k="all"),
     }
-    for row in curve:
-        options = {} if row["nprobe"] is None else {"nprobe": row["nprobe"]}
-        row["name"] = f"{row['index']}, k={row['k']}" + "".join(f", nprobe={value}" for value in options.values())
-        works[row["name"]] = remembering(model, memory, 1, 1, tokens, top_k=row["k"], index=row["index"], **options)
+    curve = {}
+    for backend, sweep in SWEEP.items():
+        with memstore.attach(model, memory, index=backend, top_k=1) as attached:
+            for k, told in product(KS, sweep):
+                tell(attached, told)
+                found = masses(attached, queries, states, k)
+                by_head = found.unflatten(0, (-1, layers)).mean(0)
+                figures = {"mass": found.mean(), "worst_head": by_head.min(), "worst": found.min()}
+                figures = {name: round(float(value), 4) for name, value in figures.items()}
+                name = f"{backend}, k={k}, {told}"
+                curve[name] = {"index": backend, "k": k, **told, **figures}
+                works[name] = remembering(model, memory, 1, 1, tokens, top_k=k, index=backend, told=told)
     times = in_turns(works, rounds)
-    for row in curve:
-        row |= times.pop(row.pop("name"))
+    for name, row in curve.items():
+        row |= times.pop(name)
         print(json.dumps(row), flush=True)
     print(json.dumps(times), flush=True)
-    return {"tokens": READER_LENGTH, "steps": times, "retrieval": curve}
+    return {"tokens": READER_LENGTH, "steps": times, "retrieval": list(curve.values())}
 
 
 def measure_attach(store: MemoryStore, lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
     python bench/reading.py
 
-`memstore.attention.read_all` scores every row of a memory, takes the softmax and adds the rows up by it, in one pass. A
-sum reads the same bytes and does almost nothing with them, so its bandwidth is what a read could reach at best. All are
-timed in turns in one run: CPU time, medians. The rows of queries are the heads of one decoding step, times beams.
+`memstore.attention.read_all` scores every row of a memory, takes the softmax and adds the rows up by it, in one pass;
+where a CPU has AMX, `memstore.bfloat16` does so for memories in bfloat16. A sum reads the same bytes and does almost
+nothing with them, so its bandwidth is what a read could reach at best. All are timed in turns in one run: CPU time,
+medians. The rows of queries are the heads of one decoding step, times beams.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts the cores
@@ -22,7 +23,8 @@ THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts t
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from memstore.attention import read_all  # noqa: E402
+from memstore.attention import PLAIN, Partial, read_all  # noqa: E402
+from memstore.bfloat16 import read_bfloat16, suits  # noqa: E402
 
 BLOCK_ROWS = 16384  # of a store's blocks
 RESULT = Path(__file__).parent / "results" / "reading.json"
@@ -39,6 +41,11 @@ def medians(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 
+def read(queries: Tensor, blocks: Sequence[Tensor]) -> Partial:
+    """As an attached model reads these blocks."""
+    return read_bfloat16(queries, blocks) if suits(queries, blocks, PLAIN) else read_all(queries, blocks)
+
+
 def twice(queries: Tensor, memory: Tensor) -> Tensor:
     """The same attention as two products over the whole memory, which is read twice."""
     return (queries @ memory.T).softmax(-1) @ memory
@@ -50,7 +57,7 @@ def measure(n: int, width: int, dtype: torch.dtype, queries: list[int], rounds: 
     asked = {m: torch.randn(m, width) / width**0.5 for m in queries}
     works: dict[str, Callable[[], object]] = {"sum": memory.sum}
     for m, rows in asked.items():
-        works[f"read {m}"] = lambda rows=rows: read_all(rows, blocks)
+        works[f"read {m}"] = lambda rows=rows: read(rows, blocks)
         if dtype == torch.float32:
             works[f"twice {m}"] = lambda rows=rows: twice(rows, memory)
     seconds = medians(works, rounds)

@@ -102,11 +102,65 @@ def reader_table(result: Row) -> Iterator[str]:
         yield f"| {row['length']:,} | {row['trials']} | {shares} | {digits} | {100 * row['needle_mass']:.1f} |"
 
 
+def searches(rows: list[Row]) -> list[Row]:
+    """Of each index the cheapest search that reaches the target, or else the one that finds most."""
+    found = []
+    for index in dict.fromkeys(row["index"] for row in rows):
+        mine = [row for row in rows if row["index"] == index]
+        good = [row for row in mine if row["mass"] >= TARGET]
+        found.append(min(good, key=lambda row: row["cpu_ms"]) if good else max(mine, key=lambda row: row["mass"]))
+    return found
+
+
+def decode_reader_table(result: Row) -> Iterator[str]:
+    """What a step of the trained reader costs: over everything, and with the cheapest search of each index."""
+    yield "| reads | CPU ms a step | ÷ plain | attention mass | of the worst head |"
+    yield "|---|---|---|---|---|"
+    for name, row in result["steps"].items():
+        what, _, dtype = name.partition(", ")
+        shown = f"everything, stored in {dtype}" if what == "all" else "no memory: the plain model over 1,024"
+        yield f"| {shown} | {row['cpu_ms']:.1f} | {row['ratio']:.1f} | | |"
+    for row in searches(result["retrieval"]):
+        options = "".join(f", `{name}` {row[name]}" for name in ("nprobe", "k_factor") if row.get(name))
+        yield (
+            f"| the best {row['k']} by `{row['index']}`{options} | {row['cpu_ms']:.1f} | {row['ratio']:.1f} "
+            f"| {row['mass']:.3f} | {row['worst_head']:.3f} |"
+        )
+
+
+def decode_base_table(rows: list[Row]) -> Iterator[str]:
+    """What a step costs in the geometry of BART-base, in CPU ms, by length, batch and beams."""
+    shapes = list(dict.fromkeys((row["batch"], row["beams"]) for row in rows))
+    yield f"| memory, tokens | {' | '.join(f'batch {batch}, beams {beams}' for batch, beams in shapes)} |"
+    yield f"|---|{'---|' * len(shapes)}"
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    by_case = {(row["tokens"], row["batch"], row["beams"]): row for row in rows}
+    cells = [f"{by_case[lengths[0], *shape]['plain']['cpu_ms']:,.0f}" for shape in shapes]
+    yield f"| none: plain, over 1,024 | {' | '.join(cells)} |"
+    for n in lengths:
+        cells = [f"{by_case[n, *shape]['exact']['cpu_ms']:,.0f}" for shape in shapes]
+        yield f"| {n:,} | {' | '.join(cells)} |"
+
+
+def attach_table(rows: list[Row]) -> Iterator[str]:
+    """What attaching costs in a new process, in seconds of CPU time and of the clock."""
+    parts = ("model", "fingerprint", "attach", "first_step", "second_step")
+    yield f"| memory, tokens | {' | '.join(part.replace('_', ' ') for part in parts)} |"
+    yield f"|---|{'---|' * len(parts)}"
+    for row in rows:
+        cells = [f"{row[f'{part}_cpu']:.2f} ({row[f'{part}_wall']:.2f})" for part in parts]
+        yield f"| {row['tokens']:,} | {' | '.join(cells)} |"
+
+
 def tables() -> list[str]:
+    decode = json.loads((RESULTS / "decode.json").read_text())
     return [
         "\n".join(index_table(load())),
         "\n".join(reading_table(json.loads((RESULTS / "reading.json").read_text()))),
         "\n".join(reader_table(load_reader())),
+        "\n".join(decode_reader_table(decode["reader"])),
+        "\n".join(decode_base_table(decode["base"])),
+        "\n".join(attach_table(decode["attach"])),
     ]
 
 

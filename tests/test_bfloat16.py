@@ -43,7 +43,7 @@ def test_its_error_is_about_that_of_storing(m, scale, mean):
     expected = attention(queries, stored)
     storing = distance(expected, attention(queries, states))
     ours = distance(normalise(read_bfloat16(queries, stored.split(2500))), expected)
-    assert ours < 2 * storing
+    assert ours < 2.5 * storing
     assert ours < 4e-3
 
 

@@ -18,11 +18,11 @@ from memstore_backends.faiss_keys import check_sizes, flat_index
 
 TRAINABLE = 1024  # keys; of fewer nothing is learned, and all are scored exactly
 TRAINING = 65536  # keys whose components are looked for
-SHARE = 8  # of a key's numbers one in so many is scanned, by default
+SHARE = 16  # of a key's numbers one in so many is scanned, by default
 
 
 class FaissPcaOptions(Options):
-    """``components``: how many are scanned, None for one in eight of a key's numbers. ``k_factor``: how many times k
+    """``components``: how many are scanned, None for one in sixteen of a key's numbers. ``k_factor``: how many times k
     keys are scored. ``seed``: decides from which keys is learned."""
 
     components: int | None = Field(None, gt=0, lt=2**31)
