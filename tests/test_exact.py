@@ -95,6 +95,20 @@ def test_numbers_of_any_size_keep_their_order(dtype, key_size, query_size):
     check(index, keys, queries, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scores", [200, 1 << 24])
+def test_the_sum_over_all_keys_is_that_of_the_scores_it_gives(monkeypatch, dtype, scores):
+    """Also of scores so large that their exponentials are not numbers."""
+    monkeypatch.setattr(exact, "SCORES", scores)
+    keys, queries = torch.randn(500, 16).to(dtype), torch.randn(3, 16) * torch.tensor([[0.1], [1.0], [90.0]])
+    index = ExactIndex()
+    index.build(keys.split(130))
+    all_scores, _ = index.search(queries, 500)
+    *found, log_sum = index.search_and_sum(queries, 20)
+    assert all(map(torch.equal, found, index.search(queries, 20)))
+    assert torch.allclose(log_sum.double(), all_scores.double().logsumexp(1), rtol=1e-6, atol=1e-5)
+
+
 def test_equal_keys_are_found_once_each_and_always_alike():
     keys = random(10).repeat(30, 1)
     ids = check(built(keys.split([150, 150])), keys, random(4, seed=1), 30)

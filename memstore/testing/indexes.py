@@ -205,6 +205,21 @@ class VectorIndexContract:
         assert shape == (0, 5), f"Block maxima of no queries have shape {shape}, and should have (0, 5)."
 
     @each_dtype
+    def test_a_sum_over_all_keys_is_that_of_their_scores(self, dtype: torch.dtype) -> None:
+        keys, queries = random(KEYS, dtype=dtype), random(20, seed=1)
+        index, truth = self.built(keys.split(700)), Truth(keys, queries, self.score_tolerance)
+        *found, log_sum = index.search_and_sum(queries, BEST)
+        assert all(map(torch.equal, found, index.search(queries, BEST))), "search_and_sum finds otherwise than search."
+        if log_sum is None:
+            pytest.skip(f"{self.index.__name__} gives no sum over all keys")
+        assert log_sum.dtype == torch.float32, f"Log sums are {log_sum.dtype}, and must be float32."
+        assert tuple(log_sum.shape) == (20,), f"20 queries gave log sums of shape {tuple(log_sum.shape)}."
+        wrong = (log_sum.double().cpu() - truth.scores.logsumexp(1)).abs()
+        assert (wrong <= truth.slack[:, 0]).all(), (
+            f"The log of a sum over all keys is wrong by up to {wrong.max():.3g}."
+        )
+
+    @each_dtype
     def test_a_saved_index_is_the_same_in_another_process(self, dtype: torch.dtype, tmp_path: Path) -> None:
         queries = random(50, seed=1)
         for number, options in ((KEYS, self.options), (KEYS, {}), (1, {})):

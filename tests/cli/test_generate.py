@@ -78,6 +78,39 @@ def test_explain_shows_the_passages_that_were_read(run: Run, library: Path, mode
     assert "And Ruth said" in text
 
 
+def test_explain_tells_each_token_by_layer_and_head_as_asked(run: Run, library: Path, model: Path) -> None:
+    memories = ("--memory", "ruth[1]", "--memory", "genesis")
+    arguments = (
+        "generate",
+        "--model",
+        model,
+        "--store",
+        library,
+        *memories,
+        "Who?",
+        "--max-new-tokens",
+        3,
+        "--explain",
+    )
+    told = json.loads(run(*arguments, "--heads", "each", "--layers", "max", "--json").stdout)
+    llama, tokenizer = tiny.llama(), tiny.tokenizer()
+    with memstore.open(library, "r") as store:
+        names = ("ruth[1]", "genesis")
+        with memstore.attach(llama, *(store[name] for name in names), explain=True) as attached:
+            attached.generate("Who?", tokenizer=tokenizer, max_new_tokens=3, num_beams=1)
+            expected = attached.provenance("each", "max")
+            shares = {each.document: each.share for each in expected.documents()}
+    assert {each["document"]: each["share"] for each in told["documents"]} == pytest.approx(shares)
+    readings = [reading for token in told["tokens"] for reading in token["readings"]]
+    assert [reading["mass"] for reading in readings] == pytest.approx([reading.mass for reading in expected])
+    assert [reading["head"] for reading in readings] == [reading.head for reading in expected]
+    assert [token["step"] for token in told["tokens"]] == [0, 1, 2]
+    assert "".join(token["text"] for token in told["tokens"]).strip() == told["text"]
+    shown = run(*arguments).stdout
+    assert "heaviest passage" in shown and "of attention: genesis" in shown
+    assert run(*arguments, "--heads", "median").exit_code == 2
+
+
 def test_a_wrong_memory_is_told_before_the_model_is_loaded(run: Run, library: Path) -> None:
     result = run("generate", "--model", "/no/model", "--store", library, "--memory", "exodus", "Who?", "--json")
     assert result.exit_code == 1

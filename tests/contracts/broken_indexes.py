@@ -177,6 +177,15 @@ class TestNormalising(Kit):
                 block.div_(2)
 
 
+class TestMiscounting(Kit):
+    fails, says = "test_a_sum_over_all_keys_is_that_of_their_scores", "The log of a sum over all keys is wrong by up to"
+
+    class index(ExactIndex):
+        def search_and_sum(self, queries, k):
+            scores, ids = self.search(queries, k)
+            return scores, ids, scores.logsumexp(1)  # of the keys that were found
+
+
 class TestCareless(Kit):
     fails, says = "test_wrong_queries_are_refused", "Queries with NaN in them: QueryError is due, but nothing was"
 
