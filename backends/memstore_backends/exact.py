@@ -15,6 +15,7 @@ from memstore.interfaces import Options, VectorIndex
 from memstore.vectors import checked_keys, checked_queries, padded
 
 QUERIES = 128  # scored at once, so that a long prompt never needs a matrix of all queries against all keys
+PIECE = 1 << 16  # scores whose exponentials are summed at once, which the cache of a core holds
 SCORES = 1 << 24  # of some queries and some keys, held at once
 
 
@@ -95,8 +96,7 @@ class ExactIndex(VectorIndex):
             top, ids = _best(scores, min(k, len(scores)))
             if log_sums is not None:
                 highest = (top[:, :1].float() * scale).T
-                floats = scores.float().mul_(scale.T) if dtype == torch.float16 else scores.float()
-                sums = floats.sub_(highest).exp_().sum(0)  # which may write over the scores: they have served
+                sums = _sums_of_exp(scores, scale.T if dtype == torch.float16 else None, highest)
                 total = torch.logaddexp(total, sums.log() + highest[0])
             scores_both = torch.cat((best_scores, top.float() * scale), dim=1)
             ids_both = torch.cat((best_ids, ids + start), dim=1)
@@ -138,6 +138,15 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = torch.cat((rows.transpose(0, 1).flatten(1), over), dim=1)
     best = scores.T.gather(1, rows).topk(k)
     return best.values, rows.gather(1, best.indices)
+
+
+def _sums_of_exp(scores: Tensor, scale: Tensor | None, highest: Tensor) -> Tensor:
+    """[m]: the sums over scores [n, m], times scale [1, m], of exp(score - highest), highest [1, m]."""
+    sums = torch.zeros_like(highest[0])
+    for piece in scores.split(max(1, PIECE // max(scores.shape[1], 1))):
+        floats = torch.sub(piece if scale is None else piece * scale, highest)
+        sums += floats.exp_().sum(0)
+    return sums
 
 
 def _maxima(scores: Tensor, skip: int, size: int) -> Tensor:
