@@ -214,6 +214,23 @@ def test_the_published_tables_are_those_of_the_benches() -> None:
         assert table in published, "run bench/report.py"
 
 
+def test_what_is_claimed_of_decoding_was_measured() -> None:
+    """The bounds that bench/README.md names, held against the figures."""
+    result = json.loads((ROOT / "bench/results/decode.json").read_text())
+    steps, found = result["reader"]["steps"], result["reader"]["retrieval"]
+    for row in [*steps.values(), *found]:
+        assert row["steps"] >= 5
+        assert row["ratio"] == pytest.approx(row["cpu_ms"] / steps["plain"]["cpu_ms"], abs=0.02)
+        assert 0 <= row.get("worst", 0) <= row.get("worst_head", 0) <= row.get("mass", 0) <= 1
+    assert steps["all, bfloat16"]["ratio"] <= 8
+    assert min(row["ratio"] for row in found if row["mass"] >= 0.99) <= 2.5
+    base = {(row["tokens"], row["batch"], row["beams"]): row["exact"]["cpu_ms"] for row in result["base"]}
+    for n in (10_000, 100_000, 1_000_000):
+        assert base[n, 8, 1] <= 4 * base[n, 1, 1] and base[n, 1, 4] <= 3 * base[n, 1, 1]  # not 8 and 4 times as much
+    attach = {row["tokens"]: row["attach_wall"] for row in result["attach"]}
+    assert max(attach.values()) <= 0.2 and attach[1_000_000] <= 1.5 * attach[10_000]
+
+
 def test_what_is_claimed_of_the_indexes_was_measured() -> None:
     """The bounds that bench/README.md names, held against every figure they speak of."""
     results = {result["dataset"]: result for result in runpy.run_path(str(ROOT / "bench/report.py"))["load"]()}
