@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from memstore.errors import AttachError, FingerprintMismatchError, FingerprintWarning, UnsupportedModelError
 from memstore.fingerprint import fingerprint, mismatches
 from memstore.memory import Memory
+from memstore.notices import outside
 from memstore.registry import adapter_for
 from memstore.rows import unified
 
@@ -71,7 +72,7 @@ def check_fits(memory: Memory, adapter: ModelAdapter, facts: dict[str, JsonValue
     )
     if strict:
         raise FingerprintMismatchError(message)
-    warnings.warn(message, FingerprintWarning, stacklevel=4)  # to the caller of memstore.attach, or of add
+    warnings.warn(message, FingerprintWarning, stacklevel=outside())
 
 
 def _dtype(memory: Memory) -> str:

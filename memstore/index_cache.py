@@ -33,6 +33,7 @@ from memstore.errors import (
 from memstore.index_record import IndexFile, IndexRecord, is_removed, read_record, removed, used_folders, write_record
 from memstore.interfaces import SavedIndex, VectorIndex
 from memstore.memory import OpenMemory
+from memstore.notices import outside
 from memstore.slots import slots
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class IndexCache:
             lock = self.records.lock(index_lock(self.manifest.id), wait=False)
         except StoreBusyError:
             message = f"Waiting for another process that builds an index of memory {self.manifest.name!r}."
-            warnings.warn(message, IndexNotice, stacklevel=5)
+            warnings.warn(message, IndexNotice, stacklevel=outside())
             lock = self.records.lock(index_lock(self.manifest.id), wait=True)
         try:
             yield
@@ -155,7 +156,7 @@ class IndexCache:
             f"The index {self.backend!r} of memory {self.manifest.name!r} was built in {self.seconds:.1f} s, because "
             f"{reason}. {kept} (`memstore reindex` builds an index ahead.)",
             IndexNotice,
-            stacklevel=4,
+            stacklevel=outside(),
         )
         return built
 

@@ -21,6 +21,7 @@ from memstore.errors import IndexNotice
 from memstore.fingerprint import tensors_hash
 from memstore.interfaces import RecordStore
 from memstore.memory import OpenMemory
+from memstore.notices import outside
 
 if TYPE_CHECKING:
     from memstore.interfaces import ModelAdapter
@@ -99,4 +100,4 @@ def _save(path: Path, sample: Sample, model: str) -> None:
 
 
 def _notice(message: str) -> None:
-    warnings.warn(message, IndexNotice, stacklevel=3)
+    warnings.warn(message, IndexNotice, stacklevel=outside())

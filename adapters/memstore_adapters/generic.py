@@ -19,6 +19,7 @@ from memstore.errors import GenericAdapterNotice, MemstoreError, UnsupportedMode
 from memstore.evaluating import evaluating
 from memstore.families import EncoderDecoderAdapter
 from memstore.memory import Memory
+from memstore.notices import outside
 from memstore.reading.hidden import HiddenAttachment
 from memstore.reading.passes import EncoderStates
 from memstore.reading.shelves import Source
@@ -104,7 +105,7 @@ def proved(model: PreTrainedModel) -> list[Found]:
                 f"{type(model).__name__} were found by probing, and read a memory exactly (largest difference "
                 f"{error:.1g} of the largest logit).",
                 GenericAdapterNotice,
-                stacklevel=2,
+                stacklevel=outside(),
             )
     outcome = _outcomes[model]
     if isinstance(outcome, str):
