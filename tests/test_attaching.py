@@ -71,6 +71,7 @@ WRONG: list[tuple[list[str], dict[str, Any], type[Exception], str]] = [
     (FAMILIES, {"layers": [0, 3]}, AttachError, "which are 0 to"),
     (FAMILIES, {"layers": [-1]}, AttachError, "which are 0 to"),
     (FAMILIES, {"layers": 1}, AttachError, "layers=1"),
+    (FAMILIES, {"layers": [True]}, AttachError, "which are 0 to"),
     (FAMILIES, {"top_k": 0}, AttachError, "top_k=0"),
     (FAMILIES, {"top_k": -1}, AttachError, "top_k=-1"),
     (FAMILIES, {"top_k": True}, AttachError, "top_k=True"),

@@ -380,6 +380,23 @@ def test_other_ways_of_taking_together_are_refused(library, model, keyword):
         assert list(attached.provenance()) == [] and attached.provenance().documents() == []
 
 
+WRONG_BEAMS: list[Any] = ["x", [[0, 1]], torch.zeros(2, 3), torch.zeros(5, dtype=torch.long), torch.full((1, 3), 7)]
+
+
+def test_what_cannot_be_told_is_refused(library, model):
+    memory = library.encode(model, input_ids=tokens(60), name="doc")
+    with memstore.attach(model, memory, explain=True) as attached:
+        attached.generate(max_new_tokens=3, num_beams=2)
+        for beams in WRONG_BEAMS:
+            with pytest.raises(AttachError, match="beam_indices of the last generation"):
+                attached.provenance(beam_indices=beams)
+        wrong: list[Any] = [0, -1, 1.5, True, "x"]
+        for most in wrong:
+            with pytest.raises(AttachError, match="must be a whole number of at least 1"):
+                attached.provenance().passages(most)
+        assert len(attached.provenance().passages(1)) == 1
+
+
 def test_nothing_is_collected_unless_asked(library, model, monkeypatch):
     def never(*_):
         raise AssertionError

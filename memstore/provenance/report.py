@@ -93,6 +93,8 @@ class Provenance(Sequence[Reading]):
             if value not in FOLDS:
                 raise AttachError(f'{name}={value!r} must be "mean", "max" or "each".')
         self.heads, self.layers = heads, layers
+        if beam_indices is not None:
+            _check_beams(ledger, beam_indices)
         self._moments = list(_moments(ledger, ledger.beam_indices if beam_indices is None else beam_indices))
 
     @overload
@@ -116,7 +118,12 @@ class Provenance(Sequence[Reading]):
         return sorted(shares, key=lambda each: -each.share)
 
     def passages(self, most: int | None = None) -> list[Passage]:
-        """Every passage that held attention, or the ``most`` heaviest ones, the heaviest first."""
+        """Every passage that held attention, or the ``most`` heaviest ones, the heaviest first.
+
+        Raises AttachError for another ``most`` than a whole number of at least 1, or None.
+        """
+        if most is not None and (type(most) is not int or most < 1):
+            raise AttachError(f"most={most!r} must be a whole number of at least 1, or None for all passages.")
         sums: dict[Any, Tensor] = {}
         for moment in self._moments:
             layout, masses = moment.record.layout, moment.record.passages[moment.i]
@@ -191,6 +198,16 @@ def _per_record(moments: Sequence[Moment], of: Any) -> Iterator[tuple[Moment, An
         if key not in made:
             made[key] = of(moment.record).tolist()
         yield moment, made[key][moment.i]
+
+
+def _check_beams(ledger: Ledger, beam_indices: Tensor) -> None:
+    """Raises AttachError for beam indices that cannot be those of what was generated last."""
+    known = {row for records in ledger.records.values() for record in records for row in record.rows}
+    wanted = "beam_indices of the last generation, as model.generate(…, return_dict_in_generate=True) returns them"
+    if not isinstance(beam_indices, Tensor) or beam_indices.dim() != 2 or beam_indices.is_floating_point():
+        raise AttachError(f"Give the {wanted}: whole numbers [rows, new tokens].")
+    if strange := set(beam_indices.flatten().tolist()) - known - {-1}:
+        raise AttachError(f"Row {min(strange)} was not generated. Give the {wanted}.")
 
 
 def _moments(ledger: Ledger, beam_indices: Tensor | None) -> Iterator[Moment]:

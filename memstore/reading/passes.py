@@ -26,7 +26,11 @@ def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]
     every = range(depth)
     if layers is None:
         return frozenset(every)
-    if not isinstance(layers, Collection) or not layers or any(layer not in every for layer in layers):
+    if (
+        not isinstance(layers, Collection)
+        or not layers
+        or not all(type(layer) is int and layer in every for layer in layers)
+    ):
         raise AttachError(f"layers={layers!r} must list some of this decoder's layers, which are 0 to {depth - 1}.")
     return frozenset(layers)
 
