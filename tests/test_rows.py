@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from transformers import CompileConfig
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -137,6 +138,15 @@ def test_rows_of_whisper(library, top_k):
             assert (together[row] - expected[0]).abs().max() < 1e-4
 
 
+def helps(model, prompt, helping, settings):
+    """Whether assisted generation of the plain model writes what it writes alone."""
+    try:
+        helped = model.generate(input_ids=prompt, **helping, **settings)
+    except TypeError:  # its cache cannot be shortened
+        return False
+    return torch.equal(helped, model.generate(input_ids=prompt, **settings))
+
+
 @pytest.mark.parametrize("family", [*SEQ2SEQ, "llama"])
 @pytest.mark.parametrize("helper", ["another model", "the prompt"])
 def test_assisted_generation_writes_what_greedy_generation_writes(library, family, helper):
@@ -145,6 +155,8 @@ def test_assisted_generation_writes_what_greedy_generation_writes(library, famil
         {"assistant_model": build(family, seed=5)} if helper == "another model" else {"prompt_lookup_num_tokens": 3}
     )
     settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    if not helps(model, prompt, helping, settings):
+        pytest.skip(f"transformers {tf.__version__} writes something else with help, also without a memory")
     with memstore.attach(model, read(library, model)) as attached:
         expected = attached.generate(input_ids=prompt, **settings)
         assert torch.equal(attached.generate(input_ids=prompt, **helping, **settings), expected)
