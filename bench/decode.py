@@ -50,6 +50,7 @@ PROMPT = 1024  # tokens that the plain model reads
 LENGTHS = (10_000, 100_000, 1_000_000)
 SHAPES = ((1, 1), (1, 4), (8, 1), (8, 4))  # batch, beams
 READER_LENGTH = 65_536
+DOCUMENTS = 3  # of which the first is timed
 KS = (4, 16, 64, 256)
 SWEEP: Mapping[str, tuple[dict[str, int], ...]] = {  # of each index: what it is told
     "exact": ({},),
@@ -200,9 +201,9 @@ def asked(model: Any, memory: Memory, tokens: int) -> list[Tensor]:
     with memstore.attach(model, memory, top_k="all") as attached:
         read = attached._shelves.read
 
-        def noting(rows: Tensor, scoring: Any) -> Any:
+        def noting(rows: Tensor, *others: Any) -> Any:
             queries.append(rows[0, :, -1].clone())
-            return read(rows, scoring)
+            return read(rows, *others)
 
         attached._shelves.read = noting
         model.generate(encoder_outputs=attached.empty_prompt(), max_new_tokens=tokens, do_sample=False, num_beams=1)
@@ -210,7 +211,7 @@ def asked(model: Any, memory: Memory, tokens: int) -> list[Tensor]:
 
 
 def masses(attached: Any, queries: Sequence[Tensor], states: Tensor, k: int) -> Tensor:
-    """[steps · layers, H]: the share of the exact attention that the rows hold which a search for k finds."""
+    """[steps * layers, H]: the share of the exact attention that the rows hold which a search for k finds."""
     (source,) = attached._shelves.sources.values()
     found = []
     for rows in queries:
@@ -225,36 +226,47 @@ def measure_reader(store: MemoryStore, rounds: int) -> dict[str, Any]:
 
     with torch.enable_grad():  # it may have to be trained
         model, _ = load_reader()
-    memories = {
-        dtype: long_memory(store, READER_LENGTH, name=dtype, dtype=dtype).memory for dtype in ("bfloat16", "float32")
-    }
-    memory, tokens, layers = memories["bfloat16"], DIGITS + 1, model.config.decoder_layers
-    with memory.open() as opened:
-        states = torch.cat(opened.blocks("hidden")).float()
-    queries = asked(model, memory, tokens)
-    works = {
-        "plain": plain(model, states[None, :PROMPT], 1, tokens),
-        "all, bfloat16": remembering(model, memory, 1, 1, tokens, top_k="all"),
-        "all, float32": remembering(model, memories["float32"], 1, 1, tokens, top_k="all"),
-    }
+    memories = [
+        long_memory(store, READER_LENGTH, name=f"document {seed}", seed=seed, dtype="bfloat16").memory
+        for seed in range(DOCUMENTS)
+    ]
+    wide = long_memory(store, READER_LENGTH, name="in float32", dtype="float32").memory
+    tokens = DIGITS + 1
+    with memories[0].open() as opened:
+        works = {
+            "plain": plain(model, opened.rows("hidden", 0, PROMPT).float()[None], 1, tokens),
+            "all, bfloat16": remembering(model, memories[0], 1, 1, tokens, top_k="all"),
+            "all, float32": remembering(model, wide, 1, 1, tokens, top_k="all"),
+        }
     curve = {}
     for backend, sweep in SWEEP.items():
-        with memstore.attach(model, memory, index=backend, top_k=1) as attached:
-            for k, told in product(KS, sweep):
-                tell(attached, told)
-                found = masses(attached, queries, states, k)
-                by_head = found.unflatten(0, (-1, layers)).mean(0)
-                figures = {"mass": found.mean(), "worst_head": by_head.min(), "worst": found.min()}
-                figures = {name: round(float(value), 4) for name, value in figures.items()}
-                name = f"{backend}, k={k}, {told}"
-                curve[name] = {"index": backend, "k": k, **told, **figures}
-                works[name] = remembering(model, memory, 1, 1, tokens, top_k=k, index=backend, told=told)
+        found = [quality(model, memory, backend, tokens) for memory in memories]
+        for i, (k, told) in enumerate(product(KS, sweep)):
+            mass = torch.stack([each[i] for each in found])  # [documents, steps, layers, H]
+            by_head = mass.mean((0, 1))
+            figures = {"mass": mass.mean(), "worst_head": by_head.min(), "worst": mass.min()}
+            name = f"{backend}, k={k}, {told}"
+            curve[name] = {"index": backend, "k": k, **told}
+            curve[name] |= {key: round(min(1.0, float(value)), 4) for key, value in figures.items()}
+            works[name] = remembering(model, memories[0], 1, 1, tokens, top_k=k, index=backend, told=told)
     times = in_turns(works, rounds)
     for name, row in curve.items():
         row |= times.pop(name)
         print(json.dumps(row), flush=True)
     print(json.dumps(times), flush=True)
-    return {"tokens": READER_LENGTH, "steps": times, "retrieval": list(curve.values())}
+    return {"tokens": READER_LENGTH, "documents": DOCUMENTS, "steps": times, "retrieval": list(curve.values())}
+
+
+def quality(model: Any, memory: Memory, backend: str, tokens: int) -> list[Tensor]:
+    """For each k and setting of an index the share of attention it finds, [steps, layers, H]."""
+    queries = asked(model, memory, tokens)
+    with memory.open() as opened, memstore.attach(model, memory, index=backend, top_k=1) as attached:
+        states = torch.cat(opened.blocks("hidden")).float()
+        found = []
+        for k, told in product(KS, SWEEP[backend]):
+            tell(attached, told)
+            found.append(masses(attached, queries, states, k).unflatten(0, (-1, model.config.decoder_layers)))
+        return found
 
 
 def measure_attach(store: MemoryStore, lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:

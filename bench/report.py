@@ -121,7 +121,7 @@ def decode_reader_table(result: Row) -> Iterator[str]:
         shown = f"everything, stored in {dtype}" if what == "all" else "no memory: the plain model over 1,024"
         yield f"| {shown} | {row['cpu_ms']:.1f} | {row['ratio']:.1f} | | |"
     for row in searches(result["retrieval"]):
-        options = "".join(f", `{name}` {row[name]}" for name in ("nprobe", "k_factor") if row.get(name))
+        options = "".join(f", `{name}` {row[name]}" for name in ("nprobe", "k_factor", "ef_search") if name in row)
         yield (
             f"| the best {row['k']} by `{row['index']}`{options} | {row['cpu_ms']:.1f} | {row['ratio']:.1f} "
             f"| {row['mass']:.3f} | {row['worst_head']:.3f} |"
