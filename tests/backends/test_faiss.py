@@ -236,7 +236,7 @@ def watch():
         peaks.append(anonymous())
         time.sleep(0.002)
 
-keys = torch.randn(80_000, 128)
+keys = torch.randn(160_000, 128)  # 82 MB, beside which what does not grow with them is little
 peaks = []
 threading.Thread(target=watch, daemon=True).start()
 for name, options in [("faiss-flat", {}), ("faiss-ivf", {"nlist": 300}), ("faiss-pq", {})]:
