@@ -57,7 +57,9 @@ def from_memory(reader: Reader, memory: Memory, at: int, top_k: str | None, expl
         held = sum(
             reading.mass
             for reading in attached.provenance()
-            if reading.step < DIGITS and reading.start_token <= at + NEEDLE_DIGITS < reading.end_token
+            if reading.step < DIGITS
+            and reading.start_token < at + NEEDLE_DIGITS + DIGITS  # the digits may stand in two passages
+            and at + NEEDLE_DIGITS < reading.end_token
         )
     return Answer(digits(written)[0], held / (DIGITS * reader.model.config.decoder_layers))
 

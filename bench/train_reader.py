@@ -8,11 +8,11 @@ its tokenizer. What matters in it:
 - Passages are real prose, of 32 tokens at first and of up to 256 in the end; other numbers stand in many as decoys. No
   memory is used in training, and nothing longer than the window of 256 is ever read.
 - When the digits' order has been learned, short passages stand anywhere in the window, so that all positions are
-  learned where a step is cheap. (Before that, the same keeps the order from being learned at all.)
+  learned where a step is cheap. (In the one run that began so, the order was not learned.)
 - The loss is the key's cross-entropy, and minus the log of the attention that each head of each decoder layer gives to
-  the digit that is written next: without such a hint a model takes much longer to learn the order of the digits.
-- Cross-attention is trained at half of its usual scale, and so learns scores that lie twice as far apart once the
-  usual scale is back: a memory of n windows holds n times as many tokens that must weigh nothing.
+  the digit that is written next: without such a hint the order of the digits was not learned in the first round.
+- Cross-attention is trained at half of its usual scale, so that scores may lie further apart once the usual scale is
+  back: a memory of n windows holds n times as many tokens that must weigh nothing. It was not shown to be needed.
 - Positions start as waves, in which one place can be told from its neighbour by a linear map.
 """
 
