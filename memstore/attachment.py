@@ -160,11 +160,6 @@ class Attachment(ABC):
             check_words(prompt)
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
-        if prompt is not None and not isinstance(prompt, str):
-            raise AttachError(
-                f"A prompt is one text, not a {type(prompt).__name__}. Give token ids as input_ids=; for several "
-                "prompts, what tokenizer([…], padding=True, return_tensors='pt') makes of them, and no tokenizer."
-            )
         if prompt is not None and tokenizer is None:
             raise AttachError("A prompt in words needs tokenizer=; or give input_ids=.")
         given = given_inputs(kwargs, self.adapter.vocab_size)

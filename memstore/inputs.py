@@ -49,7 +49,8 @@ def check_words(prompt: str) -> None:
     """Raises AttachError for a prompt that is no text, or no valid one."""
     if not isinstance(prompt, str):
         raise AttachError(
-            f"A prompt in words is one str, not a {type(prompt).__name__}; tokens are given as input_ids=."
+            f"A prompt is one text, not a {type(prompt).__name__}. Give token ids as input_ids=; for several "
+            "prompts, what tokenizer([…], padding=True, return_tensors='pt') makes of them, and no tokenizer."
         )
     try:
         prompt.encode()

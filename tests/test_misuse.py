@@ -41,7 +41,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"inputs": torch.zeros(1, 0, dtype=torch.long)}, "no tokens"),
     "no embeddings": ({"inputs_embeds": torch.zeros(1, 0, 48)}, "no tokens"),
     "a flat embedding": ({"inputs_embeds": torch.zeros(5, 48)}, "width"),
-    "words that are a list": ({"prompt": ["a"], "tokenizer": tiny.tokenizer()}, "one str"),
     "no tokenizer": ({"prompt": "a", "tokenizer": "bart"}, "not a str"),
     "more than an answer": ({"prompt": "a", "tokenizer": tiny.tokenizer(), "return_dict_in_generate": True}, "a str"),
 }
