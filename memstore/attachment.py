@@ -9,13 +9,15 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from memstore.attaching import check_fits
 from memstore.errors import AttachError, FingerprintMismatchError, HookError
 from memstore.fingerprint import fingerprint, tokenizer_hash
-from memstore.hooks import AttentionFunction, install, uncompiled
+from memstore.hooks import AttentionFunction, exactly, install, uncompiled
+from memstore.inputs import check_words, given_inputs
 from memstore.memory import Memory, OpenMemory
 from memstore.places import Places
 from memstore.provenance import Fold, Ledger, Provenance
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from memstore.interfaces import ModelAdapter
 
 TopK = int | Literal["all"] | None
-INPUTS = ("input_ids", "inputs", "input_features", "inputs_embeds")  # of which generate takes one
 
 
 class Attachment(ABC):
@@ -37,6 +38,8 @@ class Attachment(ABC):
     strict = True  # whether a memory that is added must have the model's fingerprint
 
     def __init__(self, adapter: ModelAdapter, rows: Sequence[Sequence[Memory]], explain: bool) -> None:
+        if not isinstance(explain, bool):
+            raise AttachError(f"explain={explain!r} must be True or False.")
         self.adapter, self.model, self.explain = adapter, adapter.model, explain
         self.rows = [list(row) for row in rows]
         self._opened: dict[int, OpenMemory] = {}
@@ -83,7 +86,7 @@ class Attachment(ABC):
             stack.callback(self._close_all_but, ())
             stack.callback(self._release)
             self._read_from_now_on(self.rows)
-            readers = self._readers()
+            readers = {module: exactly(read) for module, read in self._readers().items()}
             stack.callback(install(readers))
             self._places, self._device = Places(self.model, readers), device_of(self.model)
             stage = self._stage()
@@ -153,30 +156,35 @@ class Attachment(ABC):
         inputs that cannot be shared out among the rows.
         """
         self._check_entered()
+        if prompt is not None:
+            check_words(prompt)
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
-        if prompt is not None and not isinstance(prompt, str):
-            raise AttachError(
-                f"A prompt is one text, not a {type(prompt).__name__}. Give token ids as input_ids=; for several "
-                "prompts, what tokenizer([…], padding=True, return_tensors='pt') makes of them, and no tokenizer."
-            )
         if prompt is not None and tokenizer is None:
             raise AttachError("A prompt in words needs tokenizer=; or give input_ids=.")
-        given = [kwargs[key] for key in INPUTS if kwargs.get(key) is not None]
+        given = given_inputs(kwargs, self.adapter.vocab_size)
         if prompt is not None and given:
             raise AttachError("Give either a prompt in words or tensors, not both.")
         if tokenizer is not None and not given and len(self.rows) > 1:
             raise AttachError("An answer in words is that of one row; give tensors for all rows, and no tokenizer.")
+        if tokenizer is not None and not given and kwargs.get("return_dict_in_generate"):
+            raise AttachError("An answer in words is a str; for more than that, give tensors, and no tokenizer.")
         if prompt is None and not given and kwargs.get("assistant_model") is not None:
             raise AttachError("An assistant model reads the prompt for itself, and there is none. Give a prompt.")
-        for tensor in given:  # before beams are made of rows: then a row's beams could be taken for further rows
+        states = getattr(kwargs.get("encoder_outputs"), "last_hidden_state", None)
+        for tensor in (*given.values(), *([] if states is None else [states])):
+            # Before beams are made of rows: then a row's beams could be taken for further rows.
             self._groups(len(tensor))
-        if prompt is not None:
-            _check_unicode(prompt)
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
-        if isinstance(ids := inputs.get("input_ids"), Tensor):
-            self._check_length(ids.shape[-1])
-        output = self._generated(inputs)
+        lengths = given | ({} if given or "input_ids" not in inputs else {"input_ids": inputs["input_ids"]})
+        for name, tensor in lengths.items():
+            if self.adapter.vocab_size and name != "input_features":
+                self._check_length(tensor.shape[1])
+        try:
+            output = self._generated(inputs)
+        finally:
+            if self._thread == threading.get_ident():  # torch calls no hook where a step is interrupted by Ctrl-C
+                self._thread = None
         if tokenizer is None or given:
             return output
         start = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
@@ -203,7 +211,7 @@ class Attachment(ABC):
         if ledger is None:
             return model.generate(**inputs)
         ledger.clear()
-        if type(model).generate is not GenerationMixin.generate:  # of its own, and so is what it returns
+        if self._own_generate():  # and so is what it returns
             return model.generate(**inputs)
         ids = inputs.get("input_ids", inputs.get("inputs"))
         self._prompt_length = ids.shape[1] if isinstance(ids, Tensor) else None
@@ -218,6 +226,10 @@ class Attachment(ABC):
         configured = inputs.get("generation_config") or model.generation_config
         asked = inputs.get("return_dict_in_generate", configured.return_dict_in_generate)
         return output if asked else output.sequences
+
+    def _own_generate(self) -> bool:
+        """Whether the model writes by a loop of its own, as Whisper does."""
+        return cast(Any, type(self.model)).generate is not GenerationMixin.generate
 
     def _check_entered(self) -> None:
         if not self._opened:
@@ -242,13 +254,14 @@ class Attachment(ABC):
         nothing has changed."""
         before = self.rows, tuple(self._opened)
         try:
-            for memory in (memory for row in rows for memory in row):
-                if id(memory) not in self._opened:
-                    self._opened[id(memory)] = memory.open()
-                    if self.explain:
-                        _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
-            self.rows = rows
-            self._prepare()
+            with torch.inference_mode(False):  # else no gradient could ever go through what is opened here
+                for memory in (memory for row in rows for memory in row):
+                    if id(memory) not in self._opened:
+                        self._opened[id(memory)] = memory.open()
+                        if self.explain:
+                            _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
+                self.rows = rows
+                self._prepare()
         except BaseException:
             self.rows = before[0]
             self._close_all_but(before[1])
@@ -279,6 +292,8 @@ class Attachment(ABC):
             raise AttachError("The prompt holds no tokens. Ask something.")
 
     def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
+            raise AttachError(f"tokenizer= takes the model's tokenizer, not a {type(tokenizer).__name__}.")
         theirs = tokenizer_hash(tokenizer)
         for memory in (memory for row in self.rows for memory in row):
             ours = memory.fingerprint.get("tokenizer")
@@ -332,10 +347,3 @@ class Attachment(ABC):
             )
         each = batch // len(self.rows)
         return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
-
-
-def _check_unicode(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise AttachError(f"The prompt is not valid Unicode at character {error.start}. Is it UTF-8?") from error
