@@ -61,8 +61,7 @@ class Binding(ABC):
     def _release(self) -> None:
         """Let go of what :meth:`_prepare` built and of everything that views the memories."""
 
-    @abstractmethod
-    def _after(self, output: Any) -> None:
+    def _after(self, output: Any) -> None:  # noqa: B027  (most need nothing of it)
         """Take note of what a step returned."""
 
     def __enter__(self) -> Self:

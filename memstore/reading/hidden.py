@@ -159,8 +159,10 @@ class HiddenAttachment(Attachment):
         super()._check_length(num_tokens)
         _check_room("The prompt", num_tokens, self.adapter.max_window)
 
-    def _after(self, output: Any) -> None:
-        self._no_prompt = False
+    @uncompiled
+    def _free(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._no_prompt = False  # also after a step that failed: a decoder called by itself has what it is given
+        super()._free(stage, args, output)
 
     def _read(
         self,
