@@ -19,7 +19,7 @@ INTRODUCTION = """\
 
 Which encoder-decoders can read memories, by `config.model_type`, and what was tested of each: every ✓ is a test in
 `tests/test_family_matrix.py`, with a tiny random model of the family whose encoder and decoder differ in depth and in
-heads, in float32.
+heads, in float32. `made-up` stands for a family that no adapter knows: it is served by `generic`.
 """
 WINDOWS = """
 ## Windows and special tokens
@@ -57,7 +57,7 @@ def render() -> str:
 
 def _special(family: Family) -> str:
     by_files = "" if family.special or family.beside else "what the files of its tokenizer say"
-    known = [f"`{name}`: `{around}`" for name, around in family.special.items()]
+    known = [f"`{name}`: `{around}`" if around != "…" else f"`{name}`: none" for name, around in family.special.items()]
     return "; ".join(filter(None, [by_files, *known, family.beside]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -12,6 +13,7 @@ from transformers import GenerationMixin
 from memstore.binding import Binding
 from memstore.errors import AttachError, FingerprintMismatchError
 from memstore.fingerprint import tokenizer_hash
+from memstore.inputs import check_words, given_inputs
 from memstore.memory import Memory
 from memstore.provenance import Fold, Provenance
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from memstore.interfaces import ModelAdapter
 
 TopK = int | Literal["all"] | None
-INPUTS = ("input_ids", "inputs", "input_features", "inputs_embeds")  # of which generate takes one
 
 
 class Attachment(Binding):
@@ -57,25 +58,35 @@ class Attachment(Binding):
         inputs that cannot be shared out among the rows.
         """
         self._check_entered()
+        if prompt is not None:
+            check_words(prompt)
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if prompt is not None and tokenizer is None:
             raise AttachError("A prompt in words needs tokenizer=; or give input_ids=.")
-        given = [kwargs[key] for key in INPUTS if kwargs.get(key) is not None]
+        given = given_inputs(kwargs, self.adapter.vocab_size)
         if prompt is not None and given:
             raise AttachError("Give either a prompt in words or tensors, not both.")
         if tokenizer is not None and not given and len(self.rows) > 1:
             raise AttachError("An answer in words is that of one row; give tensors for all rows, and no tokenizer.")
+        if tokenizer is not None and not given and kwargs.get("return_dict_in_generate"):
+            raise AttachError("An answer in words is a str; for more than that, give tensors, and no tokenizer.")
         if prompt is None and not given and kwargs.get("assistant_model") is not None:
             raise AttachError("An assistant model reads the prompt for itself, and there is none. Give a prompt.")
-        for tensor in given:  # before beams are made of rows: then a row's beams could be taken for further rows
+        states = getattr(kwargs.get("encoder_outputs"), "last_hidden_state", None)
+        for tensor in (*given.values(), *([] if states is None else [states])):
+            # Before beams are made of rows: then a row's beams could be taken for further rows.
             self._groups(len(tensor))
-        if prompt is not None:
-            _check_unicode(prompt)
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
-        if isinstance(ids := inputs.get("input_ids"), Tensor):
-            self._check_length(ids.shape[-1])
-        output = self._generated(inputs)
+        lengths = given | ({} if given or "input_ids" not in inputs else {"input_ids": inputs["input_ids"]})
+        for name, tensor in lengths.items():
+            if self.adapter.vocab_size and name != "input_features":
+                self._check_length(tensor.shape[1])
+        try:
+            output = self._generated(inputs)
+        finally:
+            if self._thread == threading.get_ident():  # torch calls no hook where a step is interrupted by Ctrl-C
+                self._thread = None
         if tokenizer is None or given:
             return output
         start = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
@@ -102,7 +113,7 @@ class Attachment(Binding):
         if ledger is None:
             return model.generate(**inputs)
         ledger.clear()
-        if type(model).generate is not GenerationMixin.generate:  # of its own, and so is what it returns
+        if self._own_generate():  # and so is what it returns
             return model.generate(**inputs)
         ids = inputs.get("input_ids", inputs.get("inputs"))
         self._prompt_length = ids.shape[1] if isinstance(ids, Tensor) else None
@@ -118,12 +129,18 @@ class Attachment(Binding):
         asked = inputs.get("return_dict_in_generate", configured.return_dict_in_generate)
         return output if asked else output.sequences
 
+    def _own_generate(self) -> bool:
+        """Whether the model writes by a loop of its own, as Whisper does."""
+        return cast(Any, type(self.model)).generate is not GenerationMixin.generate
+
     def _check_length(self, num_tokens: int) -> None:
         """Raises AttachError for a prompt that no model can read."""
         if not num_tokens:
             raise AttachError("The prompt holds no tokens. Ask something.")
 
     def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
+            raise AttachError(f"tokenizer= takes the model's tokenizer, not a {type(tokenizer).__name__}.")
         theirs = tokenizer_hash(tokenizer)
         for memory in (memory for row in self.rows for memory in row):
             ours = memory.fingerprint.get("tokenizer")
@@ -132,10 +149,3 @@ class Attachment(Binding):
                     f"Memory {memory.name!r} was written with another tokenizer. What differs: tokenizer (memory: "
                     f"{ours}, given: {theirs}). Use the tokenizer that belongs to the model."
                 )
-
-
-def _check_unicode(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise AttachError(f"The prompt is not valid Unicode at character {error.start}. Is it UTF-8?") from error

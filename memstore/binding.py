@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import nn
 
 from memstore.attaching import check_fits
 from memstore.errors import AttachError, HookError
 from memstore.fingerprint import fingerprint
-from memstore.hooks import AttentionFunction, install, uncompiled
+from memstore.hooks import AttentionFunction, exactly, install, uncompiled
 from memstore.memory import Memory, OpenMemory
 from memstore.places import Places
 from memstore.provenance import Ledger
@@ -31,6 +32,8 @@ class Binding(ABC):
     strict = True  # whether a memory that is added must have the model's fingerprint
 
     def __init__(self, adapter: ModelAdapter, rows: Sequence[Sequence[Memory]], explain: bool) -> None:
+        if not isinstance(explain, bool):
+            raise AttachError(f"explain={explain!r} must be True or False.")
         self.adapter, self.model, self.explain = adapter, adapter.model, explain
         self.rows = [list(row) for row in rows]
         self._opened: dict[int, OpenMemory] = {}
@@ -71,7 +74,7 @@ class Binding(ABC):
             stack.callback(self._close_all_but, ())
             stack.callback(self._release)
             self._read_from_now_on(self.rows)
-            readers = self._readers()
+            readers = {module: exactly(read) for module, read in self._readers().items()}
             stack.callback(install(readers))
             self._places, self._device = Places(self.model, readers), device_of(self.model)
             stage = self._stage()
@@ -142,13 +145,14 @@ class Binding(ABC):
         nothing has changed."""
         before = self.rows, tuple(self._opened)
         try:
-            for memory in (memory for row in rows for memory in row):
-                if id(memory) not in self._opened:
-                    self._opened[id(memory)] = memory.open()
-                    if self.explain:
-                        _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
-            self.rows = rows
-            self._prepare()
+            with torch.inference_mode(False):  # else no gradient could ever go through what is opened here
+                for memory in (memory for row in rows for memory in row):
+                    if id(memory) not in self._opened:
+                        self._opened[id(memory)] = memory.open()
+                        if self.explain:
+                            _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
+                self.rows = rows
+                self._prepare()
         except BaseException:
             self.rows = before[0]
             self._close_all_but(before[1])

@@ -18,13 +18,14 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]  # a part may be frozen in evaluation mode
     model.eval()
     try:
-        with torch.no_grad(), _no_autocast(model.device.type):
+        with torch.no_grad(), without_autocast(model.device.type):
             yield
     finally:
         for module in training:
             module.training = True
 
 
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Inside, every operation on such a device computes in the dtype of its inputs."""
     available = torch.amp.autocast_mode.is_autocast_available(device)
     return torch.autocast(device, enabled=False) if available else nullcontext()

@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memstore.errors import AttachError
+from memstore.evaluating import without_autocast
 
 PREFIX = "memstore-"
 SUPPORTED = ("sdpa", "eager")
@@ -59,6 +60,18 @@ def reader_of(module: nn.Module) -> AttentionFunction | None:
 def uncompiled(function: F) -> F:
     """The function, called between the graphs of a compiled model: what it reads and counts is never baked into one."""
     return cast(F, cast(Any, torch.compiler.disable)(function))
+
+
+def exactly(function: AttentionFunction) -> AttentionFunction:
+    """The function without autocast, which would add up what is read in half precision, however much it is."""
+
+    def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if not torch.is_autocast_enabled(query.device.type):
+            return function(module, query, *args, **kwargs)
+        with without_autocast(query.device.type):
+            return function(module, query, *args, **kwargs)
+
+    return attention
 
 
 def base_attention(module: nn.Module, implementation: str) -> AttentionFunction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from memstore.errors import (
     DamagedMemoryError,
     FormatError,
     MemoryNotFoundError,
+    MemstoreError,
     StoreError,
     StoreInUseError,
 )
@@ -238,7 +240,12 @@ class MemoryStore:
             raise
 
     def _not_found(self, name: object) -> MemoryNotFoundError:
-        return MemoryNotFoundError(f"The store {self.path} holds no memory named {name!r}.")
+        try:
+            close = difflib.get_close_matches(str(name), self.names(), n=1)
+        except MemstoreError:  # another record is damaged, which is not what was asked
+            close = []
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return MemoryNotFoundError(f"The store {self.path} holds no memory named {name!r}.{hint}")
 
     def check_writable(self) -> None:
         """Raises ReadOnlyStoreError for a store that was opened with ``mode="r"``."""

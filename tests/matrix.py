@@ -16,8 +16,8 @@ from tests.composed import MadeUp, MadeUpConfig, composed
 from tests.models import VOCAB, tokens
 
 COLUMNS = {
-    "exact": "the logits differ by less than 1e-4 from those of the plain model that was given the encoder states, of "
-    "one window and of a prompt before two documents",
+    "exact": "the logits differ by less than 1e-4 from those of the plain model that was given the same encoder "
+    "states: those of a document of one window, and those of a prompt with two documents behind it",
     "beams": "beam search with four beams writes the same tokens",
     "empty prompt": "greedy search writes the same tokens from the first one on, with no input at all",
     "rows of their own": "rows of a batch, each with its own memories, get what the plain model gives each alone",

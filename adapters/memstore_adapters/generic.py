@@ -115,7 +115,7 @@ def proved(model: PreTrainedModel) -> list[Found]:
     if isinstance(outcome, str):
         raise UnsupportedModelError(
             f"No adapter knows model_type {model.config.model_type!r}, and a probe of this {type(model).__name__} "
-            f"failed: {outcome}. It needs an adapter of its own."
+            f"failed: {outcome.rstrip('.')}. It needs an adapter of its own."
         )
     return outcome
 

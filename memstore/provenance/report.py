@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 
 from memstore.errors import AttachError
@@ -93,9 +94,10 @@ class Provenance(Sequence[Reading]):
             if value not in FOLDS:
                 raise AttachError(f'{name}={value!r} must be "mean", "max" or "each".')
         self.heads, self.layers = heads, layers
-        if beam_indices is not None:
-            _check_beams(ledger, beam_indices)
-        self._moments = list(_moments(ledger, ledger.beam_indices if beam_indices is None else beam_indices))
+        beams = ledger.beam_indices if beam_indices is None else beam_indices
+        if beams is not None:
+            _check_beams(ledger, beams)
+        self._moments = list(_moments(ledger, beams))
 
     @overload
     def __getitem__(self, place: int) -> Reading: ...
@@ -204,10 +206,22 @@ def _check_beams(ledger: Ledger, beam_indices: Tensor) -> None:
     """Raises AttachError for beam indices that cannot be those of what was generated last."""
     known = {row for records in ledger.records.values() for record in records for row in record.rows}
     wanted = "beam_indices of the last generation, as model.generate(…, return_dict_in_generate=True) returns them"
-    if not isinstance(beam_indices, Tensor) or beam_indices.dim() != 2 or beam_indices.is_floating_point():
+    if (
+        not isinstance(beam_indices, Tensor)
+        or beam_indices.dim() != 2
+        or not len(beam_indices)
+        or beam_indices.dtype not in (torch.int64, torch.int32)
+    ):
         raise AttachError(f"Give the {wanted}: whole numbers [rows, new tokens].")
     if strange := set(beam_indices.flatten().tolist()) - known - {-1}:
         raise AttachError(f"Row {min(strange)} was not generated. Give the {wanted}.")
+    passes, columns = max(ledger.records, default=ledger.first) - ledger.first + 1, beam_indices.shape[1]
+    if columns > passes:
+        raise AttachError(
+            f"These beam_indices are of {columns} new tokens, and the passes that are known made {passes}. Give the "
+            f"{wanted}. Without a cache each pass reads everything anew, and only the last one is known: then beams "
+            "cannot be followed; leave out use_cache=False."
+        )
 
 
 def _moments(ledger: Ledger, beam_indices: Tensor | None) -> Iterator[Moment]:

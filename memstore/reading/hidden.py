@@ -144,7 +144,7 @@ class HiddenAttachment(Attachment):
         if isinstance(tokens := kwargs.get("decoder_input_ids"), Tensor):
             _check_room("What is generated", past + tokens.shape[1], self.adapter.max_target)
         if self._encoded is not None and any(value is self._encoded[0]() for value in given if value is not None):
-            self._groups(self._encoded[1])  # before beams were made of them, which must not pass for further rows
+            self._check_prompt_rows(self._encoded[1])
         self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
 
@@ -154,6 +154,17 @@ class HiddenAttachment(Attachment):
             if self._unchecked[-1] in self._opened.values():  # else it came and went
                 self._unchecked[-1].check("hidden")
             self._unchecked.pop()
+
+    def _check_prompt_rows(self, count: int) -> None:
+        """``count``: before beams were made of them, which must not pass for further rows."""
+        self._groups(count)
+        # Whisper's loop leaves out the rows that have ended, and those left must not pass for others.
+        if self._own_generate() and len(self.rows) > 1 and count != len(self.rows):
+            raise AttachError(
+                f"{type(self.model).__name__}.generate goes on with some rows of a batch where others have ended, so "
+                f"{len(self.rows)} rows of memories are read by a batch of just as many, and this one has {count}. "
+                "Give one input for each, and of one length; or attach and generate row by row."
+            )
 
     def _check_length(self, num_tokens: int) -> None:
         super()._check_length(num_tokens)

@@ -28,7 +28,7 @@ def checked_layers(layers: Collection[int] | None, depth: int) -> frozenset[int]
         return frozenset(every)
     if (
         not isinstance(layers, Collection)
-        or not layers
+        or not len(layers)  # an array of numbers has no truth value
         or not all(type(layer) is int and layer in every for layer in layers)
     ):
         raise AttachError(f"layers={layers!r} must list some of this decoder's layers, which are 0 to {depth - 1}.")

@@ -236,6 +236,14 @@ def test_verify_reports_each_memory(library: MemoryStore) -> None:
         library.verify("d")
 
 
+def test_a_name_that_is_missing_brings_the_nearest_to_mind(library: MemoryStore) -> None:
+    making.write(library, "esther")
+    with pytest.raises(MemoryNotFoundError, match="named 'ester'. Did you mean 'esther'"):
+        library["ester"]
+    with pytest.raises(MemoryNotFoundError, match=r"named 'job'\.$"):
+        del library["job"]
+
+
 def test_verify_notices_records_that_are_missing_or_not_those_sealed(library: MemoryStore) -> None:
     making.write(library)
     memory = making.write(library, "swapped", metadata={})
