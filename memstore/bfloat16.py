@@ -29,13 +29,11 @@ SCORES = 1 << 20  # held at once, about
 NUMBERS = 1 << 25  # of a memory that are scored before they are summed: 64 MiB, which a cache shared by all cores holds
 JUMP = 2.0  # by which a score may exceed the highest so far and still be taken as it is
 NEAR = 10.0  # below the highest score, where weights still count
+FAR = 1024.0  # bfloat16 holds greater numbers only to 4 or more: then scores are computed in float32
 NOTHING = 2.0**-24  # of all weights: rows that weigh no more together are left out of the sum
 TILE = 16  # rows of a tile: a product of fewer rows takes longer than one of as many
-FEW, TALL, FLAT = (
-    64,
-    4096,
-    1024,
-)  # columns of a product that is turned over, and rows of a batch with so few and with more
+FEW = 64  # columns of a product that is turned over
+TALL, FLAT = 4096, 1024  # rows of a batch with so few columns, and with more
 
 
 @cache
@@ -71,7 +69,8 @@ def read_bfloat16(queries: Tensor, blocks: Sequence[Tensor], tally: Tally | None
 
 
 class _Reading:
-    """What queries [m, d] have read so far: ``part``, whose m is a bfloat16 number, and what to ``expect`` of more."""
+    """What queries [m, d] have read so far: ``part``, whose m is a bfloat16 number, unless that is beyond ``FAR``, and
+    what to ``expect`` of more."""
 
     def __init__(self, queries: Tensor, some: Tensor, tally: Tally | None) -> None:
         self.queries, self.tally = queries, tally
@@ -113,7 +112,12 @@ class _Reading:
             if len(rows):
                 self._multiply(rows.unflatten(0, (-1, min(size, len(rows)))), out)
         top = scores.amax(-1, keepdim=True)
-        if (top > JUMP).any():
+        if not (self.part.m.abs() + top.clamp_min(0) <= FAR).all():  # also where one is NaN
+            scores[:] = self.queries @ block.float().T
+            moved = self._move(torch.maximum(self.part.m, scores.amax(-1, keepdim=True)))
+            before.sub_(moved)
+            scores.sub_(self.part.m)
+        elif (top > JUMP).any():
             large = ((scores > JUMP) & (scores > top - NEAR)).any(0).nonzero()[:, 0]
             moved = self._move(self.part.m + top.clamp_min(0))
             before.sub_(moved)
@@ -136,9 +140,10 @@ class _Reading:
             out.unflatten(1, (b, p)).copy_(products[:m]).add_(products[m:])
 
     def _move(self, m: Tensor) -> Tensor:
-        """Let the part stand about another ``m`` [m, 1], as bfloat16 holds it. Returns by how much it is more."""
+        """Let the part stand about another ``m`` [m, 1], as bfloat16 holds it unless it is too large for that. Returns
+        by how much it is more."""
         self.offset[: len(m)] = m[:, 0]
-        rounded = self.offset[: len(m), None].float()
+        rounded = torch.where(m.abs() <= FAR, self.offset[: len(m), None].float(), m)
         moved = rounded - self.part.m
         scale = (-moved).exp()
         self.part = Partial(rounded, scale * self.part.l, scale * self.part.o)

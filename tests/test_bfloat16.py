@@ -60,6 +60,27 @@ def test_a_row_that_stands_out_is_found_wherever_it_stands(place, score):
 
 
 @tiles
+@pytest.mark.parametrize("place", [0, 3000, 5999])
+@pytest.mark.parametrize("score", [-2e4, 900, 1500, 2e4, 3e5])
+def test_scores_that_bfloat16_cannot_tell_apart_are(score, place):
+    """Two rows whose scores of up to 300,000 differ by 1.5."""
+    direction = torch.nn.functional.one_hot(torch.tensor(0), 128).float()
+    states = states_of(6000, 128, 0).bfloat16() / 8
+    states[:, 0] = 2 if score < 0 else -1  # scores of all others are far lower
+    states[[place, place - 1], 0] = 1
+    states[place - 1, 1] = 1
+    queries = torch.stack([direction * score, direction])
+    queries[0, 1] = 1.5
+    expected = attention(queries, states)
+    with torch.no_grad():
+        tally = Tally()
+        part = read_bfloat16(queries, [states[:2500], states[2500:]], tally)
+    assert distance(normalise(part)[0], expected[0]) < 4e-3
+    assert distance(normalise(part)[1], expected[1]) < 4e-3
+    assert (tally.sums.sum(-1, keepdim=True) / part.l - 1).abs().max() < 4e-3
+
+
+@tiles
 def test_it_merges_with_other_parts():
     states, queries = states_of(9000, 128, 1).bfloat16(), queries_of(4, 128, 3)
     parts = [read_bfloat16(queries, [states[:5000]]), read_all(queries, [states[5000:]])]

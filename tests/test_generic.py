@@ -72,6 +72,21 @@ def test_what_it_finds_is_what_the_adapter_of_a_family_knows(family):
 
 
 @pytest.mark.filterwarnings("ignore::memstore.errors.GenericAdapterNotice")
+def test_a_model_is_probed_again_for_another_attention_implementation():
+    """T5Gemma soft-caps its scores in eager attention alone: with another it fails, or leaves the cap out."""
+    model = build("t5gemma")
+    for implementation in ("eager", "sdpa", "eager"):
+        for module in model.modules():
+            if isinstance(module, tf.PreTrainedModel):
+                module.config._attn_implementation = implementation
+        if implementation == "eager":
+            assert GenericAdapter(model).cross_attentions()[0].softcap == 2.0
+        else:
+            with pytest.raises(UnsupportedModelError, match="softcap|logits that differ"):
+                GenericAdapter(model)
+
+
+@pytest.mark.filterwarnings("ignore::memstore.errors.GenericAdapterNotice")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probing_leaves_no_trace(dtype):
     """A model in half precision is proved in float32, in which a difference can be told from rounding."""

@@ -8,7 +8,7 @@ import torch
 import memstore
 from memstore import memory as memory_module
 from memstore.errors import DamagedMemoryError, IndexNotice
-from tests.models import build, read, run
+from tests.models import build, read, run, tokens
 
 
 @pytest.fixture
@@ -34,14 +34,18 @@ def touched(monkeypatch):
 def damaged(library, model, monkeypatch):
     """A memory of which a byte is another on disk, and this process has verified nothing."""
     memory = read(library, model, length=300)
-    data = next(library.path.glob("memories/*/data.mdb"))
+    damage(library, memory, monkeypatch)
+    return memory
+
+
+def damage(library, memory, monkeypatch):
+    data = library.path / "memories" / memory.manifest.id / "data.mdb"
     whole = bytearray(data.read_bytes())
     with memory.open("off") as opened:
         at = whole.find(opened.block("hidden", 0).numpy().tobytes())
     whole[at + 100] ^= 1
     data.write_bytes(whole)
     monkeypatch.setattr(memory_module, "_checked", {})
-    return memory
 
 
 @pytest.mark.parametrize("top_k", ["all", 5])
@@ -68,6 +72,35 @@ def test_every_step_refuses_a_damaged_memory(library, model, monkeypatch):
             with pytest.raises(DamagedMemoryError, match="encode the document again"):
                 run(model)
     assert torch.equal(run(model), before)
+
+
+def test_a_damaged_memory_is_refused_where_the_decoder_is_called_by_itself(library, model, monkeypatch):
+    memory = damaged(library, model, monkeypatch)
+    states = model.get_encoder()(tokens(5)[None]).last_hidden_state
+    with memstore.attach(model, memory, top_k="all"), pytest.raises(DamagedMemoryError, match="encode the document"):
+        model.get_decoder()(tokens(3)[None], encoder_hidden_states=states)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": "all"}, {"top_k": 5}, {"top_k": 5, "index": "faiss-flat"}],
+    ids=["all", "exact", "kept"],
+)
+def test_a_damaged_memory_that_is_added_is_refused(library, model, monkeypatch, options):
+    """Also one whose index was kept before it was damaged: its states are read all the same."""
+    first = read(library, model, "first", length=300)
+    kept = read(library, model, length=300)
+    if "index" in options:
+        for memory in (first, kept):
+            library.reindex(memory.name, backend=options["index"])
+    damage(library, kept, monkeypatch)
+    with memstore.attach(model, first, **options) as attached:
+        expected = run(model)
+        attached.add(kept)
+        with pytest.raises(DamagedMemoryError, match="encode the document again"):
+            run(model)
+        attached.remove(kept)
+        assert torch.equal(run(model), expected)
 
 
 def test_no_index_is_built_of_a_damaged_memory(library, model, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import FingerprintWarning, IndexNotice
+from memstore.errors import FingerprintWarning, IndexNotice, StoreBusyError
 from tests.models import build, read
 
 
@@ -40,3 +40,18 @@ def test_an_index_that_is_built(library, family):
         attachment.add(memories[1])
     attachment.__exit__(None, None, None)
     assert lines(entering) == lines(adding) == {__file__}
+
+
+def test_waiting_for_another_process(library, monkeypatch):
+    """The notice is given inside a context manager of the library."""
+    model = build("bart")
+    memory = read(library, model, window=64, length=700)
+    real = library.records.lock
+    monkeypatch.setattr(library.records, "lock", lambda key, wait: real(key, wait=True) if wait else busy())
+    with pytest.warns(IndexNotice, match="Waiting") as waiting:
+        library.reindex(memory.name, backend="faiss-flat")
+    assert lines(waiting) == {__file__}
+
+
+def busy():
+    raise StoreBusyError("Another process has it.")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
 import memstore
-from memstore import attachment
+from memstore import binding
 from memstore.attention import QUERY_CHUNK, Scoring, read_all
 from memstore.errors import AttachError
 from memstore.provenance import ledger
@@ -401,7 +401,7 @@ def test_nothing_is_collected_unless_asked(library, model, monkeypatch):
     def never(*_):
         raise AssertionError
 
-    for module, name in ((attachment, "Ledger"), (ledger.Ledger, "__init__"), (shelves, "Tally"), (shelves, "Seen")):
+    for module, name in ((binding, "Ledger"), (ledger.Ledger, "__init__"), (shelves, "Tally"), (shelves, "Seen")):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr("memstore_backends.exact.ExactIndex.search_and_sum", never)
     memory = library.encode(model, input_ids=tokens(60), name="doc")

@@ -236,5 +236,5 @@ def test_one_graph_of_the_whole_model_is_refused_by_torch(library, compiler):
     model = shallow("bart")
     with memstore.attach(model, read(library, model)):
         whole = compiler(model.forward, fullgraph=True)
-        with pytest.raises(RuntimeError, match="Attachment._pre_hook"):
+        with pytest.raises(RuntimeError, match="Binding._pre_hook"):
             whole(input_ids=tokens(9, rows=1), decoder_input_ids=tokens(5, rows=1))

@@ -18,6 +18,7 @@ from memstore.cross_attention import CrossAttention, plain_linear
 from memstore.errors import GenericAdapterNotice, MemstoreError, UnsupportedModelError
 from memstore.evaluating import evaluating
 from memstore.families import EncoderDecoderAdapter
+from memstore.hooks import PREFIX
 from memstore.memory import Memory
 from memstore.notices import outside
 from memstore.reading.hidden import HiddenAttachment
@@ -31,7 +32,8 @@ WINDOW, DOCUMENT, PROMPT, ANSWER = 1024, 24, 11, 5  # tokens, as far as the mode
 SOURCE_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings", "n_positions")
 TARGET_POSITIONS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "n_positions")
 
-_outcomes: WeakKeyDictionary[PreTrainedModel, list[Found] | str] = WeakKeyDictionary()  # or why it cannot be served
+# By attention implementation, which may decide whether scores are soft-capped: what was found, or what is wrong.
+_outcomes: WeakKeyDictionary[PreTrainedModel, dict[str, list[Found] | str]] = WeakKeyDictionary()
 
 
 class GenericAdapter(EncoderDecoderAdapter):
@@ -93,13 +95,15 @@ def proved(model: PreTrainedModel) -> list[Found]:
 
     Raises UnsupportedModelError for what cannot be read exactly, AttachError for what cannot be hooked.
     """
-    if model not in _outcomes:
+    outcomes = _outcomes.setdefault(model, {})
+    implementation = str(cast(Any, model.get_decoder()).config._attn_implementation).removeprefix(PREFIX)
+    if implementation not in outcomes:
         try:
             found, error = _probe(model)
         except UnsupportedModelError as refusal:
-            _outcomes[model] = str(refusal)
+            outcomes[implementation] = str(refusal)
         else:
-            _outcomes[model] = found
+            outcomes[implementation] = found
             warnings.warn(
                 f"No adapter knows model_type {model.config.model_type!r}. The {len(found)} cross-attentions of this "
                 f"{type(model).__name__} were found by probing, and read a memory exactly (largest difference "
@@ -107,7 +111,7 @@ def proved(model: PreTrainedModel) -> list[Found]:
                 GenericAdapterNotice,
                 stacklevel=outside(),
             )
-    outcome = _outcomes[model]
+    outcome = outcomes[implementation]
     if isinstance(outcome, str):
         raise UnsupportedModelError(
             f"No adapter knows model_type {model.config.model_type!r}, and a probe of this {type(model).__name__} "

@@ -136,10 +136,6 @@ class HiddenAttachment(Attachment):
         return dict(tokenizer(prompt, return_tensors="pt").to(self.model.device))
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        while self._unchecked:
-            if self._unchecked[-1] in self._opened.values():  # else it came and went
-                self._unchecked[-1].check("hidden")
-            self._unchecked.pop()
         given = (*args, *kwargs.values())
         cache = find_cache(given)
         past = 0 if cache is None else int(cache.get_seq_length())
@@ -151,6 +147,13 @@ class HiddenAttachment(Attachment):
             self._check_prompt_rows(self._encoded[1])
         self._no_prompt = any(isinstance(value, EmptyPrompt) for value in given)
         return kwargs
+
+    def _verify(self) -> None:
+        """Raises DamagedMemoryError for what is read for the first time: here, where every way of reading passes."""
+        while self._unchecked:
+            if self._unchecked[-1] in self._opened.values():  # else it came and went
+                self._unchecked[-1].check("hidden")
+            self._unchecked.pop()
 
     def _check_prompt_rows(self, count: int) -> None:
         """``count``: before beams were made of them, which must not pass for further rows."""
@@ -167,8 +170,10 @@ class HiddenAttachment(Attachment):
         super()._check_length(num_tokens)
         _check_room("The prompt", num_tokens, self.adapter.max_window)
 
-    def _after(self, output: Any) -> None:
-        self._no_prompt = False
+    @uncompiled
+    def _free(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._no_prompt = False  # also after a step that failed: a decoder called by itself has what it is given
+        super()._free(stage, args, output)
 
     def _read(
         self,
@@ -185,6 +190,7 @@ class HiddenAttachment(Attachment):
     ) -> tuple[Tensor, None]:
         """The attention function of a hooked cross-attention: memories, and the prompt unless it is empty."""
         self._calls += 1
+        self._verify()
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         self._groups(len(query))
         # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once, if
