@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -46,17 +46,21 @@ def attach(
         raise AttachError("Give at least one memory, or rows=[[…], …] with one list of memories for each batch row.")
     lists = unified([memories] if rows is None else rows)
     adapter = adapter_for(model)(model)
-    facts = fingerprint(adapter)
-    for memory in {id(memory): memory for row in lists for memory in row}.values():
-        check_fits(memory, adapter, facts, strict)
+    check_fit({id(memory): memory for row in lists for memory in row}.values(), adapter, strict)
     attachment: Attachment = adapter.attachment(lists, **options)
     attachment.strict = strict
     return attachment
 
 
-def check_fits(memory: Memory, adapter: ModelAdapter, facts: dict[str, JsonValue], strict: bool) -> None:
-    """Raises FingerprintMismatchError if the adapter's model, of which ``facts`` are the fingerprint, did not write the
-    memory; ``strict=False`` warns where only the fingerprint differs."""
+def check_fit(memories: Iterable[Memory], adapter: ModelAdapter, strict: bool) -> None:
+    """Raises FingerprintMismatchError if the adapter's model did not write one of the memories; ``strict=False`` warns
+    where only the fingerprint differs."""
+    facts = fingerprint(adapter)
+    for memory in memories:
+        _check_fits(memory, adapter, facts, strict)
+
+
+def _check_fits(memory: Memory, adapter: ModelAdapter, facts: dict[str, JsonValue], strict: bool) -> None:
     name = type(adapter.model).__name__
     if memory.kind != adapter.kind or memory.manifest.parts != adapter.parts(_dtype(memory)):
         raise FingerprintMismatchError(

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from memstore.attaching import check_fits
+from memstore.attaching import check_fit
 from memstore.errors import AttachError, HookError
-from memstore.fingerprint import fingerprint
 from memstore.hooks import AttentionFunction, exactly, install, uncompiled
 from memstore.memory import Memory, OpenMemory
 from memstore.places import Places
@@ -34,7 +33,7 @@ class Binding(ABC):
     def __init__(self, adapter: ModelAdapter, rows: Sequence[Sequence[Memory]], explain: bool) -> None:
         if not isinstance(explain, bool):
             raise AttachError(f"explain={explain!r} must be True or False.")
-        self.adapter, self.model, self.explain = adapter, adapter.model, explain
+        self.adapter, self.model = adapter, adapter.model
         self.rows = [list(row) for row in rows]
         self._opened: dict[int, OpenMemory] = {}
         self._stack = ExitStack()
@@ -106,7 +105,7 @@ class Binding(ABC):
         """
         with self._between_steps():
             lists = with_more(self.rows, memories, rows)
-            self._check_fit(memories)
+            check_fit(memories, self.adapter, self.strict)
             self._read_from_now_on(lists)
 
     def remove(self, *memories: Memory, rows: Collection[int] | None = None) -> None:
@@ -126,11 +125,6 @@ class Binding(ABC):
         if not self._opened:
             raise AttachError("Nothing is attached yet: write `with memstore.attach(…) as attached:` around the use.")
 
-    def _check_fit(self, memories: Sequence[Memory]) -> None:
-        facts = fingerprint(self.adapter)
-        for memory in memories:
-            check_fits(memory, self.adapter, facts, self.strict)
-
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """Inside, no step begins. Raises AttachError if one is running, or nothing is attached."""
@@ -149,7 +143,7 @@ class Binding(ABC):
                 for memory in (memory for row in rows for memory in row):
                     if id(memory) not in self._opened:
                         self._opened[id(memory)] = memory.open()
-                        if self.explain:
+                        if self._ledger is not None:
                             _ = memory.offsets  # kept from now on: the memory may be removed while it is attached
                 self.rows = rows
                 self._prepare()
@@ -213,11 +207,9 @@ class Binding(ABC):
         """Whether a pass of the model is running that is a part of a step."""
         return False
 
-    def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
-        """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
+    def _check_batch(self, batch: int) -> None:
+        """Raises AttachError for a batch that cannot be shared out among the rows of memories."""
         if batch % len(self.rows):
             raise AttachError(
                 f"{len(self.rows)} rows of memories are attached; a batch of {batch} cannot be shared out among them."
             )
-        each = batch // len(self.rows)
-        return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]

@@ -12,11 +12,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from memstore import quality
-from memstore.attaching import check_fits
+from memstore.attaching import check_fit
 from memstore.auto import reaches
 from memstore.config import load as load_config
 from memstore.errors import CheckError
-from memstore.fingerprint import fingerprint
 from memstore.indexes import open_index, remember
 from memstore.interfaces import BLOCK_SEARCH, VectorIndex
 from memstore.memory import OpenMemory
@@ -126,7 +125,7 @@ def check(
         store.check_writable()
     memory = store[name]
     adapter: ModelAdapter = adapter_for(model)(model)
-    check_fits(memory, adapter, fingerprint(adapter), strict=True)
+    check_fit([memory], adapter, strict=True)
     wanted = k if k is not None else adapter.native_window if memory.kind == "hidden" else BLOCK_SEARCH
     k = min(wanted, memory.num_tokens)
     with memory.open() as opened:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, ConfigError, UnsupportedModelError
-from memstore.hooks import tapped
+from memstore.hooks import Given, tapped
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import PartSpec, WindowRule
 from memstore.memory import Memory, OpenMemory
@@ -162,8 +162,8 @@ class DecoderOnlyAdapter(ModelAdapter):
         """One forward pass; keys and values are taken where attention sees them, keys with their rotation undone."""
         taken: dict[str, Tensor] = {}
 
-        def note(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
-            taken[f"keys.{layer}"], taken[f"values.{layer}"] = key, value
+        def note(layer: int, given: Given) -> None:
+            taken[f"keys.{layer}"], taken[f"values.{layer}"] = given.key, given.value
 
         with tapped(self.self_attentions, note):
             self.decoder(input_ids=windows, use_cache=False)

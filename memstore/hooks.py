@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,9 +136,22 @@ def install(readers: Mapping[nn.Module, AttentionFunction]) -> Callable[[], None
     return uninstall
 
 
+class Given(NamedTuple):
+    """What a module gives to its attention function: query [B, H, T, c], key and value [B, G, n, c].
+
+    softcap: None where scores are not capped, or not by that function.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    softcap: float | None
+
+
 @contextmanager
-def tapped(modules: Sequence[nn.Module], note: Callable[[int, Tensor, Tensor, Tensor, float], None]) -> Iterator[None]:
-    """Inside, ``note(i, query, key, value, scaling)`` is called whenever the i-th module attends, as it always does.
+def tapped(modules: Sequence[nn.Module], note: Callable[[int, Given], None]) -> Iterator[None]:
+    """Inside, ``note(i, given)`` is called whenever the i-th module attends, which it does as it always does.
 
     Raises AttachError if a memory is attached to one of them.
     """
@@ -147,7 +160,8 @@ def tapped(modules: Sequence[nn.Module], note: Callable[[int, Tensor, Tensor, Te
         i: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         scaling = kwargs.get("scaling")
-        note(i, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        note(i, Given(query, key, value, scaling, kwargs.get("softcap")))
         return base_attention(module, base_implementation(module))(module, query, key, value, mask, **kwargs)
 
     uninstall = install({module: partial(tap, i) for i, module in enumerate(modules)})

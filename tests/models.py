@@ -62,11 +62,6 @@ def randomised(make: Callable[[], Any], seed: int = 0):
     return model.eval()
 
 
-def whisper():
-    """A tiny Whisper, which reads [windows, 8, 40] as 20 states a window."""
-    return build("whisper")
-
-
 def set_attention(model, implementation: str) -> None:
     """``model.set_attn_implementation``, which before transformers 5.20 does not reach the stacks of a T5."""
     model.set_attn_implementation(implementation)

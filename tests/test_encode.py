@@ -15,7 +15,7 @@ from memstore.errors import ConfigError, DamagedMemoryError, DocumentError, Enco
 from memstore.reading.passes import find_cache
 from memstore.windows import plan
 from tests import tiny
-from tests.models import clone, tokens, whisper
+from tests.models import build, clone, tokens
 
 LINE = "In the beginning was the Word, and the Word was with God.\n"
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_encoded_is_refused_in_words(library, llama, tokenizer, k
 
 
 def test_features_are_for_models_that_read_them(library):
-    model, features = whisper(), torch.randn(3, 8, 40)
+    model, features = build("whisper"), torch.randn(3, 8, 40)
     memory = library.encode(model, input_features=features, name="sound")
     assert (memory.num_tokens, memory.text, memory.token_ids, memory.offsets) == (60, None, None, None)
     with torch.no_grad(), memory.open() as opened:

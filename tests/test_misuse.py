@@ -14,7 +14,7 @@ import memstore
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import reader_of
 from tests import tiny
-from tests.models import build, read, tokens, whisper
+from tests.models import build, read, tokens
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_beams_of_encoder_outputs_made_by_hand_are_not_taken_for_rows(library, m
 
 def test_rows_that_whisper_goes_on_with_are_not_taken_for_others(library):
     """Of four rows the first two are longer than a window: the second window is read by a batch of two."""
-    model = whisper()
+    model = build("whisper")
     model.generation_config.no_timestamps_token_id, model.generation_config.is_multilingual = 100, False
     generator = torch.Generator().manual_seed(0)
     one, two = (

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import memstore
 from memstore.errors import AttachError
-from tests.models import build, read, run, set_attention, tokens, whisper
+from tests.models import build, read, run, set_attention, tokens
 
 SEQ2SEQ = ["bart", "t5"]
 LENGTHS = (12, 8, 5)  # of the prompts
@@ -116,7 +116,7 @@ def test_the_same_tokens_as_the_plain_model(library, model, way):
 
 @pytest.mark.parametrize("top_k", ["all", 12])
 def test_rows_of_whisper(library, top_k):
-    model = whisper()
+    model = build("whisper")
     features = torch.randn(4, 8, 40, generator=torch.Generator().manual_seed(0))
     one, two = (library.encode(model, input_features=features[i : i + 2 - i], name=str(i)) for i in range(2))
     rows, answer = [[one], [one, two], [two]], tokens(6, seed=1, rows=3) % 50

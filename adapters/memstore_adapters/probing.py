@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memstore.errors import UnsupportedModelError
-from memstore.hooks import base_attention, base_implementation, install
+from memstore.hooks import Given, tapped
 from memstore.reading.passes import EncoderStates
 
 
@@ -24,18 +24,6 @@ class Found:
     module: str
     key: str
     value: str
-    num_heads: int
-    num_kv_heads: int
-    softcap: float | None
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a module gave to the attention function: key and value [1, G, n, c] as rows [n, G · c]."""
-
-    module: str
-    key: Tensor
-    value: Tensor
     num_heads: int
     num_kv_heads: int
     softcap: float | None
@@ -54,22 +42,28 @@ def find(model: PreTrainedModel, states: Tensor, answer: Tensor) -> list[Found]:
     Raises UnsupportedModelError unless all that is made of the states are keys and values of attention functions, and
     each of them is what one nn.Linear made of the states, untouched but for its division into heads.
     """
-    calls: list[Call] = []
-    with _linear_maps_fed(model, states) as fed, _attention_called(model, calls.append):
+    calls: list[tuple[str, Given]] = []
+    able = {name: module for name, module in model.named_modules() if _has_implementation(module)}
+    names = list(able)
+    with (
+        _linear_maps_fed(model, states) as fed,
+        tapped(list(able.values()), lambda i, given: calls.append((names[i], given))),
+    ):
         logits(model, encoder_outputs=EncoderStates(last_hidden_state=states), decoder_input_ids=answer)
     if not fed:
         raise UnsupportedModelError("no nn.Linear of its decoder is given the encoder's states as they are")
 
-    def made(rows: Tensor) -> str | None:
+    def made(heads: Tensor) -> str | None:
+        rows = heads.transpose(1, 2).flatten(2)[0]  # [n, G · c]
         return next((name for name, output in fed.items() if torch.equal(output, rows)), None)
 
     found: dict[str, Found] = {}
-    for call in calls:
-        key, value = made(call.key), made(call.value)
+    for module, given in calls:
+        key, value = made(given.key), made(given.value)
         if key is not None and value is not None:
-            one = Found(call.module, key, value, call.num_heads, call.num_kv_heads, call.softcap)
-            if found.setdefault(call.module, one) != one:
-                raise UnsupportedModelError(f"{call.module} does not attend alike each time it is called")
+            one = Found(module, key, value, given.query.shape[1], given.key.shape[1], given.softcap)
+            if found.setdefault(module, one) != one:
+                raise UnsupportedModelError(f"{module} does not attend alike each time it is called")
     unused = fed.keys() - {name for each in found.values() for name in (each.key, each.value)}
     if unused:
         raise UnsupportedModelError(
@@ -100,25 +94,6 @@ def _linear_maps_fed(model: PreTrainedModel, states: Tensor) -> Iterator[dict[st
             if isinstance(module, nn.Linear):
                 stack.callback(module.register_forward_hook(partial(hook, name)).remove)
         yield fed
-
-
-@contextmanager
-def _attention_called(model: PreTrainedModel, note: Callable[[Call], None]) -> Iterator[None]:
-    """``note`` is called whenever a module of the model calls its attention function, which does as it always does."""
-
-    def tap(
-        name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        key_rows, value_rows = (each.transpose(1, 2).flatten(2)[0] for each in (key, value))
-        note(Call(name, key_rows, value_rows, query.shape[1], key.shape[1], kwargs.get("softcap")))
-        return base_attention(module, base_implementation(module))(module, query, key, value, mask, **kwargs)
-
-    able = {module: partial(tap, name) for name, module in model.named_modules() if _has_implementation(module)}
-    uninstall = install(able)
-    try:
-        yield
-    finally:
-        uninstall()
 
 
 def _has_implementation(module: nn.Module) -> bool:

@@ -49,20 +49,18 @@ class ExactIndex(VectorIndex):
             raise IndexBuildError(f"The keys cannot be brought to device {str(device)!r}: {error}.") from error
 
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return self._found(queries, k, None)
+        return self._found(queries, k, summed=False)[:2]
 
     def search_and_sum(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        log_sums: list[Tensor] = []
-        scores, ids = self._found(queries, k, log_sums)
-        return scores, ids, torch.cat(log_sums).to(queries.device)
+        return self._found(queries, k, summed=True)
 
-    def _found(self, queries: Tensor, k: int, log_sums: list[Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _found(self, queries: Tensor, k: int, summed: bool) -> tuple[Tensor, Tensor, Tensor]:
         checked = checked_queries(queries, self.width, k).to(self.blocks[0].device)
-        found = [self._search(chunk, k, log_sums) for chunk in checked.split(QUERIES)]
-        scores, ids = (torch.cat(each) for each in zip(*found, strict=True))
+        found = [self._search(chunk, k, summed) for chunk in checked.split(QUERIES)]
+        scores, ids, log_sums = (torch.cat(each) for each in zip(*found, strict=True))
         if not scores.isfinite().all():  # looked for here, because building reads no key
             raise QueryError("The keys of this index are not finite numbers: some are NaN or infinite.")
-        return padded(scores.to(queries.device), ids.to(queries.device), k)
+        return *padded(scores.to(queries.device), ids.to(queries.device), k), log_sums.to(queries.device)
 
     def block_maxima(self, queries: Tensor, size: int) -> Tensor:
         checked = checked_queries(queries, self.width, 1).to(self.blocks[0].device)
@@ -77,8 +75,9 @@ class ExactIndex(VectorIndex):
             start += len(block)
         return best.to(queries.device)
 
-    def _search(self, queries: Tensor, k: int, log_sums: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Scores and ids [m, j] of the best keys. ``log_sums`` gets the log of the sum of exp(score) over all [m]."""
+    def _search(self, queries: Tensor, k: int, summed: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores and ids [m, j] of the best keys, and the log of the sum of exp(score) over all [m], -inf unless it is
+        asked for."""
         dtype, m = self.blocks[0].dtype, len(queries)
         # A half ends at 65,504, so queries are made so small that no score exceeds the largest number in a key.
         largest = queries.abs().amax(1, keepdim=True).clamp_min(1e-30)
@@ -94,7 +93,7 @@ class ExactIndex(VectorIndex):
             for block, part in zip(blocks, scores.split(sizes), strict=True):
                 torch.mm(block, scaled, out=part)
             top, ids = _best(scores, min(k, len(scores)))
-            if log_sums is not None:
+            if summed:
                 highest = (top[:, :1].float() * scale).T
                 sums = _sums_of_exp(scores, scale.T if dtype == torch.float16 else None, highest)
                 total = torch.logaddexp(total, sums.log() + highest[0])
@@ -103,9 +102,7 @@ class ExactIndex(VectorIndex):
             best = scores_both.topk(min(k, scores_both.shape[1]), dim=1)
             best_scores, best_ids = best.values, ids_both.gather(1, best.indices)
             start += len(scores)
-        if log_sums is not None:
-            log_sums.append(total)
-        return best_scores, best_ids
+        return best_scores, best_ids, total
 
 
 def _runs(blocks: Sequence[Tensor], rows: int) -> Iterator[list[Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import faiss
 import torch
@@ -66,3 +66,24 @@ class FaissIndex(SavedIndex):
     def load(self, path: Path) -> None:
         with path.open("rb") as file:
             self.hold(faiss.read_index(faiss.PyCallbackIOReader(file.read)))
+
+
+class FaissRefinedIndex(FaissIndex):
+    """One that scans something small of every key, and scores the best ``k_factor`` times k again.
+
+    ``build`` holds an ``IndexRefine``, or where keys are too few for that, one that scores all.
+    """
+
+    tunable: ClassVar = {"k_factor": (1, 2, 4, 8, 16, 32, 64)}
+    fewest: ClassVar[int] = 0
+    """Keys scored again, however few are asked for."""
+    options: Any
+
+    def held(self, k: int) -> int:
+        again: int = k * self.options.k_factor
+        return min(max(again, self.fewest), self.num_keys)
+
+    def parameters(self, k: int) -> Any:
+        if not isinstance(self.index, faiss.IndexRefine):
+            return None
+        return faiss.IndexRefineSearchParameters(k_factor=self.held(k) / k)

@@ -4,7 +4,6 @@ the keys themselves are scored."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import faiss
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from memstore.interfaces import Options
 from memstore.vectors import checked_keys, float_chunks, sample
-from memstore_backends.faiss_index import FaissIndex
+from memstore_backends.faiss_index import FaissRefinedIndex
 from memstore_backends.faiss_keys import check_sizes, flat_index
 
 TRAINABLE = 1024  # keys; of fewer nothing is learned, and all are scored exactly
@@ -30,7 +29,7 @@ class FaissPcaOptions(Options):
     seed: int = Field(0, ge=0, lt=2**31)
 
 
-class FaissPcaIndex(FaissIndex):
+class FaissPcaIndex(FaissRefinedIndex):
     """The first principal components of the keys in bfloat16, and the keys in the dtype they have.
 
     A model's states differ along few directions, and where one key stands out by far, it stands out there. All are
@@ -38,7 +37,6 @@ class FaissPcaIndex(FaissIndex):
     """
 
     Options = FaissPcaOptions
-    tunable: ClassVar = {"k_factor": (1, 2, 4, 8, 16, 32, 64)}
     options: FaissPcaOptions
 
     def build(self, blocks: Sequence[Tensor]) -> None:
@@ -59,14 +57,6 @@ class FaissPcaIndex(FaissIndex):
         for _, chunk in float_chunks(blocks):
             coded.add(chunk.numpy())
         self.hold(faiss.IndexRefine(coded, keys))
-
-    def held(self, k: int) -> int:
-        return min(k * self.options.k_factor, self.num_keys)
-
-    def parameters(self, k: int) -> Any:
-        if not isinstance(self.index, faiss.IndexRefine):
-            return None
-        return faiss.IndexRefineSearchParameters(k_factor=self.held(k) / k)
 
 
 def principal(keys: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import faiss
 import torch
@@ -12,12 +11,11 @@ from torch import Tensor
 
 from memstore.interfaces import Options
 from memstore.vectors import checked_keys, float_chunks, sample
-from memstore_backends.faiss_index import FaissIndex
+from memstore_backends.faiss_index import FaissRefinedIndex
 from memstore_backends.faiss_keys import check_sizes, flat_index
 
 TRAINABLE = 1024  # keys; of fewer nothing is learned, and all are scored exactly
 TRAINING = 16384  # keys that k-means sees
-FEWEST = 256  # keys scored again, however few are asked for: codes of few numbers have many ties
 HALF_RANGE = (2**-12, 65504)  # where the largest number must lie for its float16 to be wrong by 1 in 4,096 at most
 
 
@@ -28,15 +26,15 @@ class FaissPqOptions(Options):
     seed: int = Field(0, ge=0, lt=2**31)
 
 
-class FaissPqIndex(FaissIndex):
+class FaissPqIndex(FaissRefinedIndex):
     """Fast-scan codes of 4 bits for each pair of numbers (for each number, if d is odd), and the keys in 16 bits.
 
     Those are float16, or bfloat16 where the keys are bfloat16 or of a size that float16 does not hold.
     """
 
     Options = FaissPqOptions
-    tunable: ClassVar = {"k_factor": (1, 2, 4, 8, 16, 32, 64)}
     options: FaissPqOptions
+    fewest = 256  # codes of few numbers have many ties
 
     def build(self, blocks: Sequence[Tensor]) -> None:
         n, d = checked_keys(blocks)
@@ -54,14 +52,6 @@ class FaissPqIndex(FaissIndex):
         for _, chunk in float_chunks(blocks):
             coded.add(chunk.numpy())
         self.hold(faiss.IndexRefine(coded, flat_index(blocks, dtype)))
-
-    def held(self, k: int) -> int:
-        return min(max(k * self.options.k_factor, FEWEST), self.num_keys)
-
-    def parameters(self, k: int) -> Any:
-        if not isinstance(self.index, faiss.IndexRefine):
-            return None
-        return faiss.IndexRefineSearchParameters(k_factor=self.held(k) / k)
 
     def find(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         scores, ids = super().find(queries, k)

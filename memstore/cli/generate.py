@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_PASSAGES = 5
 EXCERPT = 200  # characters of a passage that are shown
 
-Fold = Literal["mean", "max", "each"]
+Fold = Literal["mean", "max", "each"]  # as memstore.provenance has it, which loads torch
 
 
 def generate(

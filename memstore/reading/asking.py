@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memstore.errors import CheckError, HookError
 from memstore.evaluating import evaluating
-from memstore.hooks import tapped
+from memstore.hooks import Given, tapped
 from memstore.memory import OpenMemory
 from memstore.reading.passes import EncoderStates
 from memstore.reading.scouting import turned
@@ -61,9 +61,9 @@ def written_queries(adapter: EncoderDecoderAdapter, opened: OpenMemory) -> dict[
     asked: dict[int, list[Tensor]] = {}
     scalings: dict[int, float] = {}
 
-    def note(i: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
-        asked.setdefault(i, []).append(query)
-        scalings[i] = scaling
+    def note(i: int, given: Given) -> None:
+        asked.setdefault(i, []).append(given.query)
+        scalings[i] = given.scaling
 
     room = adapter.max_target
     written = WRITTEN if room is None else max(1, min(WRITTEN, room // 2))  # and its start needs some
@@ -95,8 +95,8 @@ def reading_queries(adapter: DecoderOnlyAdapter, opened: OpenMemory) -> dict[int
     positions = torch.arange(len(prefix), tokens.shape[1], device=device).expand(len(tokens), -1)
     queries: dict[int, Tensor] = {}
 
-    def note(i: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
-        far = turned(adapter, query[:, :, len(prefix) :], positions) * scaling
+    def note(i: int, given: Given) -> None:
+        far = turned(adapter, given.query[:, :, len(prefix) :], positions) * given.scaling
         flat = far.transpose(1, 2).flatten(0, 1)  # [passages · T, H, c]
         kept = _spread(len(flat), len(adapter.self_attentions) * flat[0].numel())
         queries[i] = flat[kept].contiguous().cpu()

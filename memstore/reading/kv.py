@@ -203,6 +203,12 @@ class KvAttachment(Attachment):
             ]
         return Context(sorted(excerpts, key=lambda each: each[0].start), repeated)
 
+    def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
+        """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
+        self._check_batch(batch)
+        each = batch // len(self.rows)
+        return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
+
     def _scout_for(self, memories: Sequence[Memory], asks: Tensor) -> Scout:
         indexes = [self._indexes[id(memory)] for memory in memories]
         return Scout(self.adapter, memories, indexes, self.open_memory, asks)

@@ -198,7 +198,7 @@ def _read_whole(source: Source, asking: Sequence[Asked]) -> list[tuple[Partial, 
     parts = [Partial(*each) for each in zip(*pieces, strict=True)]
     if tally is None:
         return [(part, None) for part in parts]
-    shapes = [(*asked.shape[:2], min(asked.noted, asked.shape[2])) for asked in asking]
+    shapes = [(*asked.shape[:2], asked.noted) for asked in asking]
     sums = tally.sums.split([b * h * t for b, h, t in shapes])
     return [(part, each.unflatten(0, shape)) for part, each, shape in zip(parts, sums, shapes, strict=True)]
 
