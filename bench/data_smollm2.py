@@ -18,8 +18,7 @@ from memstore import assets
 from memstore.assets import build_once, cache_dir
 from memstore.hooks import base_attention, base_implementation, install
 from memstore.reading.chat import chat_frame
-from memstore.reading.rotary import rotate, unrotate
-from memstore.reading.scouting import DISTANCE
+from memstore.reading.rotary import DISTANCE, rotate, unrotate
 from memstore.registry import adapter_for
 from memstore.windows import plan
 

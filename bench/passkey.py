@@ -26,6 +26,7 @@ import memstore
 from memstore import assets
 from memstore.fingerprint import tensor_bytes
 from memstore.memory import Document, Memory
+from memstore.memory_writer import token_parts
 from memstore.reading.chat import BETWEEN, chat_frame
 from memstore.registry import adapter_for
 from memstore.windows import plan
@@ -103,19 +104,20 @@ def splice(store: memstore.store.MemoryStore, reader: Reader, filler: Memory, id
     )
     with filler.open() as old, store.create(draft, Document(None, ids, None)) as writer:
         if draft.prefix_ids:
-            writer.put_prefix({part: tensor_bytes(old.prefix(part)) for part in draft.parts})
+            writer.put_prefix({part: tensor_bytes(old.prefix(part)) for part in token_parts(draft)})
         for i in range(draft.num_blocks):
             start = i * draft.block_tokens
             block = {}
-            for part in draft.parts:
+            for part in token_parts(draft):
                 rows = old.block(part, i)
                 stop = start + len(rows)
                 low, high = max(start, first), min(stop, last)
                 if low < high:
                     rows = rows.clone()
                     rows[low - start : high - start] = fresh[part][low - first : high - first]
-                block[part] = tensor_bytes(rows)
-            writer.append(block)
+                block[part] = rows
+            block |= adapter.summaries(block)
+            writer.append({part: tensor_bytes(rows) for part, rows in block.items()})
         return writer.finish()
 
 

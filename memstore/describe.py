@@ -158,7 +158,7 @@ def _dtype_name(dtype: str | torch.dtype | None, default: torch.dtype) -> str:
 
 def _block_tokens(parts: Mapping[str, PartSpec]) -> int:
     """Tokens of a block: a power of two between 256 and 16,384 that keeps a block under BLOCK_BYTES."""
-    fitting = BLOCK_BYTES // sum(part.token_bytes for part in parts.values())
+    fitting = BLOCK_BYTES * 256 // sum(part.num_bytes(256) for part in parts.values())
     return max(256, min(16384, 1 << max(fitting, 1).bit_length() - 1))
 
 

@@ -18,7 +18,7 @@ from memstore.evaluating import evaluating
 from memstore.fingerprint import tensor_bytes
 from memstore.manifest import Manifest
 from memstore.memory import Memory
-from memstore.memory_writer import MemoryWriter
+from memstore.memory_writer import MemoryWriter, token_parts
 from memstore.registry import adapter_for
 from memstore.windows import Window, plan
 
@@ -105,7 +105,7 @@ def _blocks(
     report: Progress,
 ) -> Iterator[dict[str, memoryview]]:
     """What is still missing of a memory, in blocks of ``manifest.block_tokens``."""
-    pending: dict[str, list[Tensor]] = {part: [] for part in manifest.parts}
+    pending: dict[str, list[Tensor]] = {part: [] for part in token_parts(manifest)}
     held, done = 0, writer.num_done
     for group in _batches(plan(manifest.num_tokens, manifest.rule), manifest):
         if group[-1].keep_stop <= done:
@@ -122,7 +122,9 @@ def _blocks(
         while held >= manifest.block_tokens or (last and held):
             size = min(held, manifest.block_tokens)
             joined = {part: torch.cat(rows) for part, rows in pending.items()}
-            yield {part: tensor_bytes(rows[:size]) for part, rows in joined.items()}
+            block = {part: rows[:size] for part, rows in joined.items()}
+            block |= adapter.summaries(block)
+            yield {part: tensor_bytes(rows) for part, rows in block.items()}
             pending = {part: [rows[size:]] for part, rows in joined.items()}
             held -= size
         report(group[-1].keep_stop, manifest.num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any, ClassVar, cast
 
@@ -22,6 +22,7 @@ from memstore.reading.chat import chat_frame
 from memstore.reading.hidden import HiddenAttachment
 from memstore.reading.kv import KvAttachment
 from memstore.reading.rotary import unrotate
+from memstore.reading.selection import BLOCK, bounds
 
 
 def checked_rule(window: int, overlap: int | None, context: str, limit: int | None) -> WindowRule:
@@ -155,8 +156,13 @@ class DecoderOnlyAdapter(ModelAdapter):
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
         spec = PartSpec.model_validate({"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype})
-        layers = range(len(self.self_attentions))
-        return {f"{part}.{layer}": spec for layer in layers for part in ("keys", "values")}
+        bounds = PartSpec.model_validate({"shape": (2, *spec.shape), "dtype": dtype, "every": BLOCK})
+        kinds = {"keys": spec, "values": spec, "bounds": bounds}
+        return {f"{part}.{layer}": kinds[part] for layer in range(len(self.self_attentions)) for part in kinds}
+
+    def summaries(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``bounds``: the least and the largest number of every channel of a block's keys, [blocks, 2, G, c]."""
+        return {part.replace("keys", "bounds"): bounds(keys) for part, keys in rows.items() if part.startswith("keys")}
 
     def encode(self, windows: Tensor) -> dict[str, Tensor]:
         """One forward pass; keys and values are taken where attention sees them, keys with their rotation undone."""

@@ -266,11 +266,15 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def parts(self, dtype: str) -> dict[str, PartSpec]:
-        """The arrays kept for every token, stored as ``dtype``."""
+        """The arrays kept for every token, stored as ``dtype``, and summaries of several tokens."""
 
     @abstractmethod
     def encode(self, windows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Read windows [b, w, …] of equal length (token ids [b, w] or features). Returns parts [b, tokens, *shape]."""
+
+    def summaries(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parts whose rows stand for several tokens, made of a block of all others, [n, *shape] each."""
+        return {}
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:

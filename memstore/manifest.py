@@ -16,16 +16,23 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class PartSpec(BaseModel):
-    """One array of a memory: ``shape`` is that of one token, such as (d,) or (num_kv_heads, head_dim)."""
+    """One array of a memory: ``shape`` is that of one token, such as (d,) or (num_kv_heads, head_dim).
+
+    every: how many tokens one row stands for; 1 for all parts but summaries.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     shape: tuple[int, ...]
     dtype: Literal["float32", "float16", "bfloat16"]
+    every: int = Field(default=1, gt=0)
 
-    @property
-    def token_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+    def num_rows(self, num_tokens: int) -> int:
+        """The rows that so many tokens take; the last one may stand for fewer tokens."""
+        return -(-num_tokens // self.every)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return self.num_rows(num_tokens) * math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class WindowRule(BaseModel):
@@ -77,7 +84,9 @@ class Manifest(BaseModel):
     @property
     def vector_bytes(self) -> int:
         """Bytes of all parts of all tokens, the prefix included."""
-        return (self.num_tokens + len(self.prefix_ids)) * sum(part.token_bytes for part in self.parts.values())
+        return sum(
+            part.num_bytes(self.num_tokens) + part.num_bytes(len(self.prefix_ids)) for part in self.parts.values()
+        )
 
     def pack(self) -> bytes:
         packed: bytes = msgpack.packb(self.model_dump())

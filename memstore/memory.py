@@ -208,7 +208,7 @@ class OpenMemory:
         return self._reader.get(CHECKSUM + key)
 
     def block(self, part: str, i: int) -> torch.Tensor:
-        """Block ``i`` of a part without copying: [rows, *shape]; all but the last have ``block_tokens`` rows."""
+        """Block ``i`` of a part without copying: [rows, *shape]; all but the last stand for ``block_tokens`` tokens."""
         spec = self._part(part)
         if not 0 <= i < self.manifest.num_blocks:
             raise IndexError(f"Memory {self.memory.name!r} has blocks 0 to {self.manifest.num_blocks - 1}, no {i}.")
@@ -233,9 +233,10 @@ class OpenMemory:
         """Rows ``start`` to ``stop`` (excluded) of a part: [stop - start, *shape], a view if they lie in one block."""
         import torch
 
-        if not 0 <= start <= stop <= self.manifest.num_tokens:
-            raise IndexError(f"Rows {start} to {stop} are not within 0 to {self.manifest.num_tokens}.")
-        size = self.manifest.block_tokens
+        spec = self._part(part)
+        if not 0 <= start <= stop <= spec.num_rows(self.manifest.num_tokens):
+            raise IndexError(f"Rows {start} to {stop} are not within 0 to {spec.num_rows(self.manifest.num_tokens)}.")
+        size = self.manifest.block_tokens // spec.every
         first, last = start // size, max(start, stop - 1) // size
         if first == self.manifest.num_blocks:  # an empty range at the very end
             first = last = first - 1

@@ -10,7 +10,7 @@ import xxhash
 
 from memstore.errors import DocumentError, StoreError
 from memstore.interfaces import Buffer, RecordWriter
-from memstore.manifest import Manifest
+from memstore.manifest import Manifest, PartSpec
 from memstore.memory import (
     CHECKSUM,
     OFFSETS,
@@ -30,11 +30,16 @@ def block_keys(manifest: Manifest, i: int) -> set[bytes]:
     return {block_key(part, i) for part in manifest.parts}
 
 
+def token_parts(manifest: Manifest) -> dict[str, PartSpec]:
+    """The parts that have a row for every token: all but summaries."""
+    return {part: spec for part, spec in manifest.parts.items() if spec.every == 1}
+
+
 def expected_keys(manifest: Manifest) -> set[bytes]:
     """The values that a complete memory holds at least."""
     keys = {key for i in range(manifest.num_blocks) for key in block_keys(manifest, i)}
     if manifest.prefix_ids:
-        keys |= {prefix_key(part) for part in manifest.parts}
+        keys |= {prefix_key(part) for part in token_parts(manifest)}
     return keys | ({TEXT} if manifest.has_text else set()) | ({TOKEN_IDS} if manifest.has_ids else set())
 
 
@@ -86,21 +91,23 @@ class MemoryWriter:
         self._release()
 
     def append(self, block: Mapping[str, Buffer]) -> None:
-        """Commit the next block: for each part the bytes of [rows, *shape], C-contiguous.
+        """Commit the next block: for each part the bytes of its rows [rows, *shape], C-contiguous.
 
-        ``rows`` is ``block_tokens``, or what remains for the last block. Raises DocumentError for wrong parts or
-        sizes, StoreFullError when the disk is full.
+        They stand for ``block_tokens`` tokens, or for what remains in the last block. Raises DocumentError for wrong
+        parts or sizes, StoreFullError when the disk is full.
         """
-        rows = min(self.manifest.block_tokens, self.manifest.num_tokens - self.num_done)
-        if rows == 0:
+        tokens = min(self.manifest.block_tokens, self.manifest.num_tokens - self.num_done)
+        if tokens == 0:
             raise DocumentError(f"Memory {self.manifest.name!r} already holds all its {self.num_done} tokens.")
         i = self._blocks_done
-        self._put({block_key(part, i): value for part, value in self._valid(block, rows).items()})
+        self._put(
+            {block_key(part, i): value for part, value in self._valid(block, self.manifest.parts, tokens).items()}
+        )
         self._blocks_done += 1
 
     def put_prefix(self, parts: Mapping[str, Buffer]) -> None:
-        """Commit the vectors of the prefix: for each part the bytes of [len(prefix_ids), *shape]."""
-        values = self._valid(parts, len(self.manifest.prefix_ids))
+        """Commit the vectors of the prefix: the bytes of [len(prefix_ids), *shape] for each part but summaries."""
+        values = self._valid(parts, token_parts(self.manifest), len(self.manifest.prefix_ids))
         self._put({prefix_key(part): value for part, value in values.items()})
 
     def put_document(self, document: Document) -> None:
@@ -131,16 +138,16 @@ class MemoryWriter:
     def _stored_checksum(self, key: bytes) -> bytes:
         return self._records.get(CHECKSUM + key) or b""
 
-    def _valid(self, parts: Mapping[str, Buffer], rows: int) -> dict[str, memoryview]:
-        if parts.keys() != self.manifest.parts.keys():
-            raise DocumentError(f"Parts {sorted(parts)} were given instead of {sorted(self.manifest.parts)}.")
+    def _valid(self, parts: Mapping[str, Buffer], specs: Mapping[str, PartSpec], tokens: int) -> dict[str, memoryview]:
+        if parts.keys() != specs.keys():
+            raise DocumentError(f"Parts {sorted(parts)} were given instead of {sorted(specs)}.")
         views = {part: memoryview(value).cast("B") for part, value in parts.items()}
         for part, view in views.items():
-            spec = self.manifest.parts[part]
-            if view.nbytes != rows * spec.token_bytes:
+            spec = specs[part]
+            if view.nbytes != spec.num_bytes(tokens):
                 raise DocumentError(
-                    f"Part {part!r} has {view.nbytes} bytes instead of {rows * spec.token_bytes} ({rows} tokens of "
-                    f"{math.prod(spec.shape)} {spec.dtype} values)."
+                    f"Part {part!r} has {view.nbytes} bytes instead of {spec.num_bytes(tokens)} ({tokens} tokens in "
+                    f"{spec.num_rows(tokens)} rows of {math.prod(spec.shape)} {spec.dtype} values)."
                 )
         return views
 

@@ -111,6 +111,13 @@ class Layout:
         run = self.runs[which]
         return self.memories[run.document], run.first + place - (self._stops[which] - run.size)
 
+    def place(self, document: int, passage: int) -> int:
+        """Where a passage of the document at this place of the list stands, the other way around of :meth:`locate`."""
+        for run, stop in zip(self.runs, self._stops, strict=True):
+            if run.document == document and run.first <= passage < run.first + run.size:
+                return stop - run.size + passage - run.first
+        raise KeyError(f"Passage {passage} of document {document} is in none of these runs.")
+
     def by_document(self, masses: Tensor) -> Tensor:
         """[…, P] -> […, D]: the sums of each document."""
         totals = [masses.new_zeros(masses.shape[:-1]) for _ in self.memories]

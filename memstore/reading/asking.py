@@ -18,7 +18,7 @@ from memstore.evaluating import evaluating
 from memstore.hooks import Given, tapped
 from memstore.memory import OpenMemory
 from memstore.reading.passes import EncoderStates
-from memstore.reading.scouting import turned
+from memstore.reading.rotary import turned
 
 if TYPE_CHECKING:
     from memstore.families import DecoderOnlyAdapter, EncoderDecoderAdapter

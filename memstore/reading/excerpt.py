@@ -1,4 +1,4 @@
-"""What a decoder-only model reads of its memories: a sink and some spans, placed at positions 0 … M-1."""
+"""What a decoder-only model reads of its memories: a sink and some spans, placed before its own tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Excerpt:
-    """Keys, rotated to positions 0 … M-1, and values of every layer: a pair [G, M, c] for G key-value heads."""
+    """Keys, rotated to their positions [M], and values of some layers: a pair [G, M, c] for G key-value heads.
+
+    The sink stands at position 0, and the spans end where the model's own tokens begin.
+    """
 
     memories: Sequence[Memory]
     spans: Sequence[Span]
     sink: int
+    positions: Tensor
     layers: dict[int, tuple[Tensor, Tensor]]
 
     @property
@@ -57,6 +61,9 @@ class Excerpt:
         keys, values = self.layers[layer]
         b, h, t, c = query.shape
         groups = keys.shape[0]
+        if not keys.shape[1]:  # neither a sink nor a span
+            none = query.new_zeros((b, h, t, 1), dtype=torch.float32)
+            return Partial(none - torch.inf, none, none.expand(-1, -1, -1, values.shape[-1]))
         noted: list[Tensor] = []
         note = None if sums is None else lambda weights: noted.append(self._by_passage(weights))
         if mask is not None:
@@ -91,6 +98,11 @@ def sink_of(memories: Sequence[Memory]) -> tuple[int, int]:
     return 0, 0
 
 
+def sink_ids(memories: Sequence[Memory]) -> tuple[int, ...]:
+    """The tokens that the sink stands for."""
+    return memories[sink_of(memories)[0]].manifest.prefix_ids
+
+
 def load_layer(
     part: str, opened: Sequence[OpenMemory], spans: Sequence[Span], sink: tuple[int, int], device: torch.device
 ) -> Tensor:
@@ -98,6 +110,7 @@ def load_layer(
     owner, length = sink
     pieces = [opened[owner].prefix(part)[:length]] if length else []
     pieces += [opened[span.memory].rows(part, span.start, span.stop) for span in spans]
+    pieces = pieces or [opened[0].rows(part, 0, 0)]
     return torch.cat([piece.to(device, torch.float32) for piece in pieces]).transpose(0, 1)
 
 
@@ -106,14 +119,19 @@ def load_excerpt(
     memories: Sequence[Memory],
     open_memory: Callable[[Memory], OpenMemory],
     spans: Sequence[Span],
+    room: int,
     device: torch.device,
     layers: Iterable[int] | None = None,
 ) -> Excerpt:
-    """Read the spans from the store, for some layers or all, and rotate their keys to where they are read."""
+    """Read the spans from the store, for some layers or all, and rotate their keys to where they are read.
+
+    room: the position of the model's first own token, at least the number of tokens in the sink and the spans.
+    """
     opened, sink = [open_memory(memory) for memory in memories], sink_of(memories)
-    excerpt = Excerpt(memories, spans, sink[1], {})
-    positions = torch.arange(excerpt.size, device=device)[None]
-    cos, sin = adapter.rotary(torch.empty(0, device=device), positions)
+    size = sum(span.stop - span.start for span in spans)
+    positions = torch.cat((torch.arange(sink[1]), torch.arange(room - size, room))).to(device)
+    excerpt = Excerpt(memories, spans, sink[1], positions, {})
+    cos, sin = adapter.rotary(torch.empty(0, device=device), positions[None])
     for layer in range(len(adapter.self_attentions)) if layers is None else layers:
         keys = load_layer(f"keys.{layer}", opened, spans, sink, device)
         values = load_layer(f"values.{layer}", opened, spans, sink, device)

@@ -1,13 +1,13 @@
 """Reading keys and values: a decoder-only model sees [sink | spans of the memories | its own tokens] as one softmax.
 
 A document that was encoded as one window is read whole, exactly as if it stood before the prompt. Of longer ones a
-scouting pass over the prompt chooses spans, which are then read at every layer and step of that sequence.
+selector chooses spans for the prompt, which are then read at every layer and step of that sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -19,16 +19,16 @@ from memstore.attachment import Attachment, TopK
 from memstore.attention import Partial, merge, normalise, ordinary_attention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
-from memstore.indexes import check_backend, open_index
-from memstore.interfaces import VectorIndex
 from memstore.memory import Memory
 from memstore.provenance import Seen
 from memstore.reading.chat import BETWEEN, chat_frame
-from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
-from memstore.reading.masks import equal_prompts, leading, own_mask, own_positions, padding_mask
+from memstore.reading.choosing import Chooser
+from memstore.reading.excerpt import load_excerpt, sink_ids, sink_of
+from memstore.reading.masks import leading, own_mask, own_positions, padding_mask
 from memstore.reading.passes import checked_layers, device_of, find_cache, finish
-from memstore.reading.scouting import Scout
-from memstore.reading.selection import BLOCK, Span, choose_spans, num_blocks, span_width
+from memstore.reading.reads import Reads
+from memstore.reading.selection import BLOCK, Span, num_blocks
+from memstore.reading.selectors import BlockSelector, chosen_selector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,18 +40,18 @@ BUDGET = 512  # tokens chosen for a prompt by default; more blocks bring distrac
 
 @dataclass
 class Context:
-    """One sequence of forward passes, from its prompt on: which rows read which excerpt.
+    """One sequence of forward passes, from its prompt on: what its rows read, in order.
 
     repeated: [B, T] marks the prompt's tokens that the sink stands for already; they are hidden.
     """
 
-    excerpts: list[tuple[slice, Excerpt]]
+    reads: list[Reads]
     repeated: Tensor
 
     def shift(self) -> Tensor:
         """[B, 1]: how far each row's own tokens stand behind their usual positions."""
-        sizes = [excerpt.size for rows, excerpt in self.excerpts for _ in range(rows.start, rows.stop)]
-        return torch.tensor(sizes, device=self.repeated.device)[:, None] - self.repeated.sum(1, keepdim=True)
+        rooms = [reads.room for reads in self.reads for _ in range(reads.rows.start, reads.rows.stop)]
+        return torch.tensor(rooms, device=self.repeated.device)[:, None] - self.repeated.sum(1, keepdim=True)
 
 
 class KvAttachment(Attachment):
@@ -59,8 +59,8 @@ class KvAttachment(Attachment):
 
     top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
     budget: tokens chosen for each prompt, by default 512, or a quarter of a small native window. layers: the layers
-    that read, None for all. index: the backend that ranks blocks for a prompt, None for the configured one. explain:
-    keep what was read for ``provenance()``.
+    that read, None for all. selector: what chooses blocks, by name or a BlockSelector of your own. index: the backend
+    that ranks blocks for a prompt, which is ``selector="index"``. explain: keep what was read for ``provenance()``.
     """
 
     adapter: DecoderOnlyAdapter
@@ -73,13 +73,14 @@ class KvAttachment(Attachment):
         top_k: TopK = None,
         budget: int | None = None,
         layers: Collection[int] | None = None,
+        selector: str | BlockSelector | None = None,
         index: str | None = None,
         explain: bool = False,
     ) -> None:
         super().__init__(adapter, rows, explain)
         if top_k not in (None, "all"):
             raise AttachError(f'top_k={top_k!r}: a decoder-only memory is read by budget= in tokens, or top_k="all".')
-        check_backend(index)  # also where nothing needs searching: what is wrong is told now
+        self.selector = chosen_selector(selector, index)
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < BLOCK):
             raise AttachError(f"budget={budget!r} must be a whole number of at least {BLOCK} tokens, a block's size.")
         self.layers = checked_layers(layers, len(adapter.self_attentions))
@@ -87,11 +88,9 @@ class KvAttachment(Attachment):
         self.blocks = max(1, (default if budget is None else budget) // BLOCK)
         self.everything = top_k == "all"
         _check_blocks(self.rows)
-        self.index = index
-        self._indexes: dict[int, dict[str, VectorIndex]] = {}
-        self._whole: dict[int, Excerpt] = {}
+        self._whole: dict[int, Reads] = {}
         self._contexts: WeakKeyDictionary[Any, Context] = WeakKeyDictionary()
-        self._scouts: list[tuple[slice, Scout]] | None = None
+        self._chooser: Chooser | None = None  # while it passes over a prompt
         self._context = Context([], torch.empty(0, 0))
         self._positions = torch.empty(0, 0)
         self._seen = 0
@@ -102,19 +101,16 @@ class KvAttachment(Attachment):
 
     def _prepare(self) -> None:
         _check_blocks(self.rows)
-        whole: dict[int, Excerpt] = {}
-        indexes: dict[int, dict[str, VectorIndex]] = {}
+        whole: dict[int, Reads] = {}
         for i, row in enumerate(self.rows):
             if self._reads_whole(row):
                 known = self._whole.get(i)
-                whole[i] = known if known is not None and known.memories == row else self._load_whole(row)
-                continue
-            for memory in row:
-                known_indexes = indexes.get(id(memory)) or self._indexes.get(id(memory))
-                indexes[id(memory)] = known_indexes or open_index(self.open_memory(memory), self.index).indexes
-        self._whole, self._indexes = whole, indexes
+                whole[i] = known if known is not None and known.excerpts[0].memories == row else self._load_whole(row)
+            else:
+                self.selector.prepare([self.open_memory(memory) for memory in row])
+        self._whole = whole
 
-    def _load_whole(self, row: Sequence[Memory]) -> Excerpt:
+    def _load_whole(self, row: Sequence[Memory]) -> Reads:
         size = sum(memory.num_tokens for memory in row) + sink_of(row)[1]
         if size >= self.adapter.native_window:
             raise WindowExceededError(
@@ -122,11 +118,11 @@ class KvAttachment(Attachment):
                 "Let the prompt choose from them: leave top_k out, or give budget=."
             )
         everything = [Span(j, 0, memory.num_tokens) for j, memory in enumerate(row)]
-        return load_excerpt(self.adapter, row, self.open_memory, everything, device_of(self.model))
+        excerpt = load_excerpt(self.adapter, row, self.open_memory, everything, size, device_of(self.model))
+        return Reads(slice(0, 0), [excerpt] * len(self.adapter.self_attentions), size)
 
     def _release(self) -> None:
         self._whole.clear()
-        self._indexes.clear()
         self._contexts.clear()
         self._context = Context([], torch.empty(0, 0))
 
@@ -147,7 +143,7 @@ class KvAttachment(Attachment):
         return dict(inputs.to(self.model.device))
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self._scouts is not None:  # the scouting pass itself
+        if self._chooser is not None:  # its own pass over the prompt
             return kwargs
         if args:
             raise AttachError("Call the model with keyword arguments while memories are attached.")
@@ -173,11 +169,11 @@ class KvAttachment(Attachment):
         return kwargs | {"position_ids": self._positions}
 
     def _nested(self) -> bool:
-        return self._scouts is not None
+        return self._chooser is not None
 
     def _after(self, output: Any) -> None:
         cache = find_cache(output.values())
-        if cache is not None and self._scouts is None:
+        if cache is not None and self._chooser is None:
             self._contexts[cache] = self._context
 
     def _begin(self, kwargs: dict[str, Any], own: Tensor) -> Context:
@@ -186,22 +182,16 @@ class KvAttachment(Attachment):
         padding = padding_mask(kwargs, own)
         repeated = torch.zeros_like(padding)
         for memories, rows in groups:
-            owner, length = sink_of(memories)
-            if length and kwargs.get("input_ids") is not None:
-                header = memories[owner].manifest.prefix_ids
+            if (header := sink_ids(memories)) and kwargs.get("input_ids") is not None:
                 repeated[rows] = leading(kwargs["input_ids"][rows], padding[rows], header)
-        wanting = [i for i in range(len(groups)) if i not in self._whole]
-        scouts = [(groups[i][1], self._scout_for(groups[i][0], ~(padding | repeated)[groups[i][1]])) for i in wanting]
-        if scouts:
-            self._scout(kwargs, own, padding, scouts)
-        excerpts = [(groups[i][1], excerpt) for i, excerpt in self._whole.items()]
-        for rows, scout in scouts:
-            scores = scout.mean()
-            excerpts += [
-                (same, self._excerpt(scout.memories, scores[same.start - rows.start]))
-                for same in equal_prompts(kwargs, padding, rows)
-            ]
-        return Context(sorted(excerpts, key=lambda each: each[0].start), repeated)
+        reads = [replace(whole, rows=groups[i][1]) for i, whole in self._whole.items()]
+        wanting = [group for i, group in enumerate(groups) if i not in self._whole]
+        if wanting:
+            chooser = Chooser(self, kwargs, own, padding, repeated)
+            if self.selector.needs_queries:
+                self._pass_over(chooser, reads + [chooser.before(*group) for group in wanting])
+            reads += [each for group in wanting for each in chooser.choose(*group)]
+        return Context(sorted(reads, key=lambda each: each.rows.start), repeated)
 
     def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
         """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
@@ -209,26 +199,16 @@ class KvAttachment(Attachment):
         each = batch // len(self.rows)
         return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
 
-    def _scout_for(self, memories: Sequence[Memory], asks: Tensor) -> Scout:
-        indexes = [self._indexes[id(memory)] for memory in memories]
-        return Scout(self.adapter, memories, indexes, self.open_memory, asks)
-
-    def _excerpt(self, memories: Sequence[Memory], scores: Tensor) -> Excerpt:
-        lengths = [memory.num_tokens for memory in memories]
-        spans = choose_spans(scores, lengths, self.blocks, span_width(scores, self.blocks))
-        return load_excerpt(self.adapter, memories, self.open_memory, spans, scores.device)
-
-    def _scout(self, kwargs: dict[str, Any], own: Tensor, padding: Tensor, scouts: list[tuple[slice, Scout]]) -> None:
-        inputs: dict[str, Any] = {key: kwargs[key] for key in ("input_ids", "inputs_embeds") if key in kwargs}
-        inputs["attention_mask"] = (~padding).long()
-        sink = max(sink_of(scout.memories)[1] for _, scout in scouts)
-        self._positions = own + sink + self.blocks * BLOCK
-        self._scouts = scouts
+    def _pass_over(self, chooser: Chooser, reads: list[Reads]) -> None:
+        """Let the chooser hear what the prompt asks at every layer, before anything is chosen."""
+        self._context = Context(sorted(reads, key=lambda each: each.rows.start), chooser.repeated)
+        self._positions, self._seen = chooser.own + self._context.shift(), chooser.own.shape[1]
+        self._chooser = chooser
         try:
             with torch.no_grad():
-                self.adapter.decoder(**inputs, position_ids=self._positions, use_cache=False)
+                self.adapter.decoder(**chooser.inputs, position_ids=self._positions, use_cache=False)
         finally:
-            self._scouts = None
+            self._chooser = None
 
     def _read(
         self,
@@ -247,15 +227,16 @@ class KvAttachment(Attachment):
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         local_mask, n = own_mask(mask, query, key.shape[2])
-        if self._scouts is None:
-            local_mask = self._hide_repeated(local_mask, n)
+        local_mask = self._hide_repeated(local_mask, n)
         local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling)
-        if self._scouts is not None:
-            return finish(normalise(self._scouted(layer, query, local, scaling)), query), None
-        sums: list[Tensor] | None = None if self._ledger is None else []
+        if self._chooser is not None:
+            self._chooser.hear(layer, query, self._positions, scaling)
+        sums: list[Tensor] | None = None if self._ledger is None or self._chooser is not None else []
         parts = [
-            excerpt.attend(layer, query[rows], scaling, self._far_mask(sliding_window, rows, excerpt), sums)
-            for rows, excerpt in self._context.excerpts
+            each.excerpts[layer].attend(
+                layer, query[each.rows], scaling, self._far_mask(sliding_window, each, layer), sums
+            )
+            for each in self._context.reads
         ]
         memory = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
         total = merge([memory, local])
@@ -263,27 +244,11 @@ class KvAttachment(Attachment):
             self._note(layer, sums, memory, total)
         return finish(normalise(total), query), None
 
-    def _scouted(self, layer: int, query: Tensor, local: Partial, scaling: float) -> Partial:
-        """While scouting, each layer reads its own best blocks; rows that need no scouting read their own tokens."""
-        assert self._scouts is not None
-        total = Partial(*(tensor.clone() for tensor in local))
-        for rows, scout in self._scouts:
-            scores = scout.score(layer, query[rows], self._positions[rows], scaling)
-            for row, best in zip(range(rows.start, rows.stop), scores, strict=True):
-                one = slice(row, row + 1)
-                lengths = [memory.num_tokens for memory in scout.memories]
-                spans = choose_spans(best, lengths, self.blocks, 1)
-                excerpt = load_excerpt(self.adapter, scout.memories, self.open_memory, spans, query.device, [layer])
-                part = excerpt.attend(layer, query[one], scaling)
-                for tensor, merged in zip(total, merge([part, Partial(*(x[one] for x in local))]), strict=True):
-                    tensor[one] = merged
-        return total
-
-    def _far_mask(self, window: int | None, rows: slice, excerpt: Excerpt) -> Tensor | None:
+    def _far_mask(self, window: int | None, reads: Reads, layer: int) -> Tensor | None:
         """[b, 1, T, M] for a layer with a sliding window: which memory tokens are near enough; None: all are seen."""
         if window is None:
             return None
-        distance = self._positions[rows][:, None, :, None] - torch.arange(excerpt.size, device=self._positions.device)
+        distance = self._positions[reads.rows][:, None, :, None] - reads.excerpts[layer].positions
         return distance < window
 
     def _hide_repeated(self, mask: Tensor | None, n: int) -> Tensor | None:
@@ -302,18 +267,18 @@ class KvAttachment(Attachment):
         """Keep what the rows of every excerpt gave to its passages [b, H, T, P]."""
         assert self._ledger is not None
         rows, heads, length = total.m.shape[:3]
-        most = max(excerpt.layout.size for _, excerpt in self._context.excerpts)
+        most = max(reads.layout.size for reads in self._context.reads)
         noted = self._ledger.noted(length, rows * heads * most * len(self.layers))
         seen = []
-        for (own, excerpt), each in zip(self._context.excerpts, sums, strict=True):
-            last = each[:, :, length - noted :]
-            tail: Literal["whole"] | None = "whole" if self._is_whole(excerpt) else None
-            seen.append(Seen(excerpt.layout, list(range(own.start, own.stop)), last, tail))
+        for reads, each in zip(self._context.reads, sums, strict=True):
+            last = reads.widened(layer, each[:, :, length - noted :])
+            tail: Literal["whole"] | None = "whole" if self._is_whole(reads) else None
+            seen.append(Seen(reads.layout, list(range(reads.rows.start, reads.rows.stop)), last, tail))
         if noted:
             self._ledger.note(layer, seen, memory, total)
 
-    def _is_whole(self, excerpt: Excerpt) -> bool:
-        return any(excerpt is whole for whole in self._whole.values())
+    def _is_whole(self, reads: Reads) -> bool:
+        return any(reads.excerpts is whole.excerpts for whole in self._whole.values())
 
 
 def _check_blocks(rows: Sequence[Sequence[Memory]]) -> None:

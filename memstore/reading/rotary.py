@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from memstore.families import DecoderOnlyAdapter
 
 
 def _half_turn(x: Tensor) -> Tensor:
@@ -28,3 +33,17 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.float(), sin.float()
     scale = cos.square() + sin.square()
     return rotate(x.float(), cos / scale, -sin / scale)
+
+
+DISTANCE = (
+    4096  # between query and keys, at most half the native window; at distance 0 near-by habits drown the content
+)
+
+
+def turned(adapter: DecoderOnlyAdapter, query: Tensor, positions: Tensor) -> Tensor:
+    """The query [b, H, T, c], rotated to positions [b, T], as it asks keys that are not rotated: float32."""
+    cos, sin = adapter.rotary(query, positions)
+    plain = unrotate(query, cos, sin)
+    distance = min(DISTANCE, adapter.native_window // 2)
+    cos, sin = adapter.rotary(plain, torch.full_like(positions, distance))
+    return rotate(plain, cos, sin)

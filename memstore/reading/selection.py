@@ -29,6 +29,12 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
+def bounds(keys: Tensor) -> Tensor:
+    """[n, …] -> [blocks, 2, …]: the least and the largest number of every channel of a block's keys."""
+    rows = keys.split(BLOCK)
+    return torch.stack([torch.stack((block.amin(0), block.amax(0))) for block in rows])
+
+
 def span_width(scores: Tensor, blocks: int) -> int:
     """How many blocks a span has: all that may be read if one place of scores [total blocks] stands out, else WIDTH.
 

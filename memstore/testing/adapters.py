@@ -95,8 +95,18 @@ class ModelAdapterContract:
         encoded = self.encoded(windows)
         for dtype in ITEM_BYTES:
             parts = adapter.parts(dtype)
-            assert parts.keys() == encoded.keys(), f"parts() names {[*parts]}, and encode() returns {[*encoded]}."
-            for name, spec in parts.items():
+            summaries = {name: spec for name, spec in parts.items() if spec.every > 1}
+            named = parts.keys() - summaries.keys()
+            assert named == encoded.keys(), f"parts() names {sorted(named)}, and encode() returns {[*encoded]}."
+            stored = {name: rows[0].to(getattr(torch, dtype)) for name, rows in encoded.items()}
+            made = {name: (rows.dtype, tuple(rows.shape)) for name, rows in adapter.summaries(stored).items()}
+            due_of = {
+                name: (getattr(torch, spec.dtype), (spec.num_rows(self.num_tokens()), *spec.shape))
+                for name, spec in summaries.items()
+            }
+            assert made == due_of, f"summaries() returns {made}, and parts() asks for {due_of}."
+            for name in encoded:
+                spec = parts[name]
                 assert spec.dtype == dtype, f"parts({dtype!r}) says that {name!r} is stored as {spec.dtype}."
                 due, shape = (2, self.num_tokens(), *spec.shape), tuple(encoded[name].shape)
                 assert shape == due, f"encode() of two windows returns {name!r} of shape {shape}, and should {due}."

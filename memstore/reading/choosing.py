@@ -1,0 +1,95 @@
+"""Choosing what a prompt reads of memories that are too long to be read whole.
+
+One pass over the prompt behind the sink, with no memory, tells what every layer asks; a selector scores the blocks, and
+the best grow into spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from memstore.memory import Memory
+from memstore.reading.excerpt import load_excerpt, sink_of
+from memstore.reading.masks import equal_prompts
+from memstore.reading.reads import Reads
+from memstore.reading.rotary import turned
+from memstore.reading.selection import BLOCK, Span, choose_spans, span_width
+from memstore.reading.selectors import Question
+
+if TYPE_CHECKING:
+    from memstore.reading.kv import KvAttachment
+
+ASKING = 512  # of a longer prompt, the last tokens that ask: a question stands at the end
+
+
+class Chooser:
+    """Chooses for one prompt. own: [B, T], its tokens' usual positions; padding, repeated: [B, T], which of them are
+    padding, and which the sink stands for."""
+
+    def __init__(
+        self, attachment: KvAttachment, kwargs: dict[str, Any], own: Tensor, padding: Tensor, repeated: Tensor
+    ) -> None:
+        self.attachment, self.adapter, self.own, self.repeated = attachment, attachment.adapter, own, repeated
+        self._kwargs, self._padding = kwargs, padding
+        asks = ~(padding | repeated)
+        asks &= asks.flip(1).cumsum(1).flip(1) <= ASKING
+        self._columns = asks.any(0).nonzero().flatten()
+        self._asks = asks[:, self._columns]
+        self._queries: dict[int, Tensor] = {}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Of the model's pass over the prompt."""
+        inputs: dict[str, Any] = {
+            key: self._kwargs[key] for key in ("input_ids", "inputs_embeds") if key in self._kwargs
+        }
+        return inputs | {"attention_mask": (~self._padding).long()}
+
+    def before(self, memories: Sequence[Memory], rows: slice) -> Reads:
+        """What these rows read in that pass: the sink alone, so far before the prompt as it is going to stand."""
+        return self._reads(memories, rows, [[]])
+
+    def hear(self, layer: int, query: Tensor, positions: Tensor, scaling: float) -> None:
+        """Note what a layer asks in that pass: query [B, H, T, c], rotated to positions [B, T]."""
+        asking = query[:, :, self._columns]
+        self._queries[layer] = turned(self.adapter, asking, positions[:, self._columns]) * scaling
+
+    def choose(self, memories: Sequence[Memory], rows: slice) -> list[Reads]:
+        """What these rows read, which have the same memories: rows of equal prompts together."""
+        runs = equal_prompts(self._kwargs, self._padding, rows)
+        firsts = [run.start for run in runs]
+        ids = self._kwargs.get("input_ids")
+        question = Question(
+            self.adapter,
+            memories,
+            [self.attachment.open_memory(memory) for memory in memories],
+            self._asks[firsts],
+            None if ids is None else ids[firsts][:, self._columns],
+            {layer: query[firsts] for layer, query in self._queries.items()},
+        )
+        scores = self.attachment.selector.score(question)
+        by_run = scores.unbind(-2) if scores.dim() == 3 else scores[:, None].unbind(0)
+        return [
+            self._reads(memories, run, [self._spans(memories, layer) for layer in layers])
+            for run, layers in zip(runs, by_run, strict=True)
+        ]
+
+    def _spans(self, memories: Sequence[Memory], scores: Tensor) -> list[Span]:
+        blocks = self.attachment.blocks
+        lengths = [memory.num_tokens for memory in memories]
+        return choose_spans(scores, lengths, blocks, span_width(scores, blocks))
+
+    def _reads(self, memories: Sequence[Memory], rows: slice, spans: Sequence[Sequence[Span]]) -> Reads:
+        """spans: those of every layer, or one list for all of them."""
+        room = sink_of(memories)[1] + self.attachment.blocks * BLOCK
+        depth = len(self.adapter.self_attentions)
+
+        def load(of: Sequence[Span], layers: Sequence[int]) -> Any:
+            return load_excerpt(self.adapter, memories, self.attachment.open_memory, of, room, self.own.device, layers)
+
+        if len(spans) == 1:
+            return Reads(rows, [load(spans[0], range(depth))] * depth, room)
+        return Reads(rows, [load(of, [layer]) for layer, of in enumerate(spans)], room)

@@ -1,0 +1,44 @@
+"""What some rows of a batch read of their memories: an excerpt for every layer, most often the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from memstore.provenance.passages import PASSAGE, Layout, Run
+from memstore.reading.excerpt import Excerpt
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """The excerpts of these rows, layer by layer. room: the position of the first own token behind them."""
+
+    rows: slice
+    excerpts: Sequence[Excerpt]
+    room: int
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The passages of all layers' spans together."""
+        first = self.excerpts[0]
+        if all(excerpt is first for excerpt in self.excerpts):
+            return first.layout
+        passages = {
+            (span.memory, passage)
+            for excerpt in self.excerpts
+            for span in excerpt.spans
+            for passage in range(span.start // PASSAGE, -(-span.stop // PASSAGE))
+        }
+        return Layout(first.memories, [Run(document, passage, 1) for document, passage in sorted(passages)])
+
+    def widened(self, layer: int, sums: Tensor) -> Tensor:
+        """[…, passages of one layer's excerpt] -> […, passages of all]."""
+        own = self.excerpts[layer].layout
+        if own is self.layout:
+            return sums
+        places = [self.layout.place(run.document, run.first + i) for run in own.runs for i in range(run.size)]
+        return sums.new_zeros(*sums.shape[:-1], self.layout.size).index_copy_(-1, torch.tensor(places), sums)

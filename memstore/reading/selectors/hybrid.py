@@ -1,0 +1,33 @@
+"""Attention and words together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from memstore.memory import OpenMemory
+from memstore.reading.selectors.interface import BlockSelector, Question
+from memstore.reading.selectors.lexical import Lexical
+from memstore.reading.selectors.scouting import Scouting
+
+
+class Hybrid(BlockSelector):
+    """The sum of what scouting and BM25 find, each relative to its best block. Where there are no token ids, scouting
+    alone."""
+
+    def __init__(self) -> None:
+        self._scouting, self._lexical = Scouting(), Lexical()
+
+    def prepare(self, opened: Sequence[OpenMemory]) -> None:
+        self._lexical.prepare([each for each in opened if each.memory.manifest.has_ids])
+
+    def score(self, question: Question) -> Tensor:
+        seen = self._scouting.score(question)
+        if question.token_ids is None or not all(memory.manifest.has_ids for memory in question.memories):
+            return seen
+        return _relative(seen) + _relative(self._lexical.score(question))
+
+
+def _relative(scores: Tensor) -> Tensor:
+    return scores / scores.amax(-1, keepdim=True).clamp_min(1e-30)

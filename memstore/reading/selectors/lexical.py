@@ -1,0 +1,76 @@
+"""The words of the prompt: BM25 (Robertson and Zaragoza 2009) over token ids, with blocks for documents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from memstore.errors import AttachError
+from memstore.memory import Memory, OpenMemory
+from memstore.reading.selection import BLOCK, num_blocks
+from memstore.reading.selectors.interface import BlockSelector, Question
+
+K1, B = 1.2, 0.75  # how fast a repeated token saturates, and how much a long block counts less
+
+Ints = npt.NDArray[np.int64]
+
+
+class Postings:
+    """An inverted index of one memory: of every token id, the blocks that hold it, and how often they do.
+
+    It is sorted out of the stored token ids where a memory is attached, a tenth of a second for a million of them.
+    """
+
+    def __init__(self, token_ids: npt.NDArray[np.int32]) -> None:
+        blocks = np.arange(len(token_ids)) // BLOCK
+        pairs, self.counts = np.unique(token_ids.astype(np.int64) << 32 | blocks, return_counts=True)
+        self.blocks: Ints = pairs & 0xFFFFFFFF
+        self._ids: Ints = pairs >> 32
+        self.lengths = np.bincount(blocks)
+
+    def of(self, token_id: int) -> tuple[Ints, Ints]:
+        """The blocks that hold a token, and how often."""
+        start, stop = np.searchsorted(self._ids, (token_id, token_id + 1))
+        return self.blocks[start:stop], self.counts[start:stop]
+
+
+class Lexical(BlockSelector):
+    """A block's score is its BM25 for the asking tokens. Raises AttachError for memories without token ids."""
+
+    needs_queries: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._postings: WeakKeyDictionary[Memory, Postings] = WeakKeyDictionary()
+
+    def prepare(self, opened: Sequence[OpenMemory]) -> None:
+        for memory in (each.memory for each in opened):
+            if memory.token_ids is None:
+                raise AttachError(f'Memory {memory.name!r} has no token ids to compare. Choose selector="scouting".')
+            if memory not in self._postings:
+                self._postings[memory] = Postings(memory.token_ids)
+
+    def score(self, question: Question) -> Tensor:
+        if question.token_ids is None:
+            raise AttachError('A prompt of embeddings has no words to compare. Choose selector="scouting".')
+        rows = zip(question.token_ids, question.asks, strict=True)
+        return torch.stack([self._row(question, Counter(ids[asks].tolist())) for ids, asks in rows])
+
+    def _row(self, question: Question, asked: Counter[int]) -> Tensor:
+        postings = [self._postings[memory] for memory in question.memories]
+        lengths = np.concatenate([each.lengths for each in postings])
+        starts = np.cumsum([0, *(num_blocks(memory.num_tokens) for memory in question.memories)])
+        scores, norm = np.zeros(len(lengths)), K1 * (1 - B + B * lengths / lengths.mean())
+        for token, times in asked.items():
+            found = [each.of(token) for each in postings]
+            blocks = np.concatenate([own + start for (own, _), start in zip(found, starts, strict=False)])
+            counts = np.concatenate([own for _, own in found])
+            rarity = np.log1p((len(lengths) - len(blocks) + 0.5) / (len(blocks) + 0.5))
+            scores[blocks] += times * rarity * counts * (K1 + 1) / (counts + norm[blocks])
+        return torch.from_numpy(scores).to(question.asks.device, torch.float32)
