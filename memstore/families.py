@@ -15,7 +15,7 @@ from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, ConfigError, UnsupportedModelError
 from memstore.hooks import Given, tapped
 from memstore.interfaces import ModelAdapter
-from memstore.manifest import PartSpec, WindowRule
+from memstore.manifest import CODED_BITS, PartSpec, WindowRule
 from memstore.memory import Memory, OpenMemory
 from memstore.reading.asking import reading_queries, written_queries
 from memstore.reading.chat import chat_frame
@@ -154,9 +154,13 @@ class DecoderOnlyAdapter(ModelAdapter):
         return checked_rule(window, overlap, "left", self.native_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
-        spec = PartSpec.model_validate({"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype})
-        layers = range(len(self.self_attentions))
-        return {f"{part}.{layer}": spec for layer in layers for part in ("keys", "values")}
+        """Where they are coded, keys have scales for channels, and values for tokens."""
+        common, coded = {"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype}, dtype in CODED_BITS
+        specs = {
+            part: PartSpec.model_validate(common | {"scales": scales if coded else None})
+            for part, scales in (("keys", "channel"), ("values", "token"))
+        }
+        return {f"{part}.{layer}": spec for layer in range(len(self.self_attentions)) for part, spec in specs.items()}
 
     def encode(self, windows: Tensor) -> dict[str, Tensor]:
         """One forward pass; keys and values are taken where attention sees them, keys with their rotation undone."""

@@ -266,7 +266,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def parts(self, dtype: str) -> dict[str, PartSpec]:
-        """The arrays kept for every token, stored as ``dtype``."""
+        """The arrays kept for every token, stored as ``dtype``, one of :func:`memstore.manifest.storable` (kind)."""
 
     @abstractmethod
     def encode(self, windows: torch.Tensor) -> dict[str, torch.Tensor]:

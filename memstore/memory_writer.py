@@ -10,7 +10,7 @@ import xxhash
 
 from memstore.errors import DocumentError, StoreError
 from memstore.interfaces import Buffer, RecordWriter
-from memstore.manifest import Manifest
+from memstore.manifest import Manifest, PartSpec
 from memstore.memory import (
     CHECKSUM,
     OFFSETS,
@@ -86,21 +86,22 @@ class MemoryWriter:
         self._release()
 
     def append(self, block: Mapping[str, Buffer]) -> None:
-        """Commit the next block: for each part the bytes of [rows, *shape], C-contiguous.
+        """Commit the next block: for each part the bytes of [rows, *shape], as :func:`memstore.coding.encoded` gives
+        them.
 
         ``rows`` is ``block_tokens``, or what remains for the last block. Raises DocumentError for wrong parts or
         sizes, StoreFullError when the disk is full.
         """
-        rows = min(self.manifest.block_tokens, self.manifest.num_tokens - self.num_done)
-        if rows == 0:
+        i, parts = self._blocks_done, self.manifest.parts
+        if i == self.manifest.num_blocks:
             raise DocumentError(f"Memory {self.manifest.name!r} already holds all its {self.num_done} tokens.")
-        i = self._blocks_done
-        self._put({block_key(part, i): value for part, value in self._valid(block, rows).items()})
+        self._put({block_key(part, i): value for part, value in _valid(block, parts, self.manifest.rows_of(i)).items()})
         self._blocks_done += 1
 
     def put_prefix(self, parts: Mapping[str, Buffer]) -> None:
         """Commit the vectors of the prefix: for each part the bytes of [len(prefix_ids), *shape]."""
-        values = self._valid(parts, len(self.manifest.prefix_ids))
+        specs = {part: spec.prefix for part, spec in self.manifest.parts.items()}
+        values = _valid(parts, specs, len(self.manifest.prefix_ids))
         self._put({prefix_key(part): value for part, value in values.items()})
 
     def put_document(self, document: Document) -> None:
@@ -131,18 +132,20 @@ class MemoryWriter:
     def _stored_checksum(self, key: bytes) -> bytes:
         return self._records.get(CHECKSUM + key) or b""
 
-    def _valid(self, parts: Mapping[str, Buffer], rows: int) -> dict[str, memoryview]:
-        if parts.keys() != self.manifest.parts.keys():
-            raise DocumentError(f"Parts {sorted(parts)} were given instead of {sorted(self.manifest.parts)}.")
-        views = {part: memoryview(value).cast("B") for part, value in parts.items()}
-        for part, view in views.items():
-            spec = self.manifest.parts[part]
-            if view.nbytes != rows * spec.token_bytes:
-                raise DocumentError(
-                    f"Part {part!r} has {view.nbytes} bytes instead of {rows * spec.token_bytes} ({rows} tokens of "
-                    f"{math.prod(spec.shape)} {spec.dtype} values)."
-                )
-        return views
-
     def _put(self, values: Mapping[bytes, Buffer]) -> None:
         self._records.put({**values, **{CHECKSUM + key: checksum(value) for key, value in values.items()}})
+
+
+def _valid(parts: Mapping[str, Buffer], specs: Mapping[str, PartSpec], rows: int) -> dict[str, memoryview]:
+    """The bytes of each part, if they are those of so many rows."""
+    if parts.keys() != specs.keys():
+        raise DocumentError(f"Parts {sorted(parts)} were given instead of {sorted(specs)}.")
+    views = {part: memoryview(value).cast("B") for part, value in parts.items()}
+    for part, view in views.items():
+        spec = specs[part]
+        if view.nbytes != spec.num_bytes(rows):
+            raise DocumentError(
+                f"Part {part!r} has {view.nbytes} bytes instead of {spec.num_bytes(rows)} ({rows} tokens of "
+                f"{math.prod(spec.shape)} {spec.dtype} values)."
+            )
+    return views

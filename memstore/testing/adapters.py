@@ -15,7 +15,7 @@ from torch import Tensor
 import memstore
 from memstore.errors import AttachError, CheckError, ConfigError
 from memstore.interfaces import ModelAdapter
-from memstore.manifest import ITEM_BYTES, WindowRule
+from memstore.manifest import WindowRule, storable
 from memstore.slots import slots
 from memstore.testing.adapter_steps import Stop, in_use, logits, logits_of, read_memory, shake
 from memstore.testing.checks import refused
@@ -93,7 +93,7 @@ class ModelAdapterContract:
     def test_parts_describe_what_encode_returns(self) -> None:
         adapter, windows = self.adapter(self.model), self.windows()
         encoded = self.encoded(windows)
-        for dtype in ITEM_BYTES:
+        for dtype in storable(self.adapter.kind):
             parts = adapter.parts(dtype)
             assert parts.keys() == encoded.keys(), f"parts() names {[*parts]}, and encode() returns {[*encoded]}."
             for name, spec in parts.items():
