@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from memstore.errors import ConfigError, DocumentError
 from memstore.fingerprint import fingerprint, tensor_bytes
-from memstore.manifest import ITEM_BYTES, Manifest, PartSpec, WindowRule
+from memstore.manifest import Manifest, PartSpec, WindowRule, storable
 from memstore.memory import Document
 from memstore.text import tokenize
 
@@ -68,7 +68,7 @@ def describe(
             f"window={rule.window} leaves no room for the {len(prefix)} tokens of the chat template's header, which "
             f"stand before every window; the model has {adapter.native_window} positions."
         )
-    parts = adapter.parts(_dtype_name(dtype, adapter.model.dtype))
+    parts = adapter.parts(_dtype_name(dtype, adapter))
     draft = _draft(
         id=uuid.uuid4().hex,
         name=name,
@@ -149,16 +149,17 @@ def _lead(document: Document, rule: WindowRule, room: int) -> tuple[int, ...]:
     return tuple(document.token_ids[start : start + min(rule.window // 4, room)].tolist())
 
 
-def _dtype_name(dtype: str | torch.dtype | None, default: torch.dtype) -> str:
-    name = str(default if dtype is None else dtype).removeprefix("torch.")
-    if name not in ITEM_BYTES:
-        raise ConfigError(f"dtype={name!r}: vectors are stored as {', '.join(ITEM_BYTES)}.")
+def _dtype_name(dtype: str | torch.dtype | None, adapter: ModelAdapter) -> str:
+    name = str(adapter.model.dtype if dtype is None else dtype).removeprefix("torch.")
+    possible = storable(adapter.kind)
+    if name not in possible:
+        raise ConfigError(f"dtype={name!r}: memories of kind {adapter.kind!r} are stored as {', '.join(possible)}.")
     return name
 
 
 def _block_tokens(parts: Mapping[str, PartSpec]) -> int:
     """Tokens of a block: a power of two between 256 and 16,384 that keeps a block under BLOCK_BYTES."""
-    fitting = BLOCK_BYTES * 256 // sum(part.num_bytes(256) for part in parts.values())
+    fitting = 256 * BLOCK_BYTES // sum(part.num_bytes(256) for part in parts.values())
     return max(256, min(16384, 1 << max(fitting, 1).bit_length() - 1))
 
 

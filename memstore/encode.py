@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memstore.coding import LARGEST, encoded
 from memstore.describe import describe
 from memstore.errors import EncodingError, MemoryExistsError
 from memstore.evaluating import evaluating
-from memstore.fingerprint import tensor_bytes
-from memstore.manifest import Manifest
+from memstore.manifest import Manifest, PartSpec
 from memstore.memory import Memory
 from memstore.memory_writer import MemoryWriter, token_parts
 from memstore.registry import adapter_for
@@ -50,8 +50,9 @@ def encode(
     """Read a document with ``model`` and keep what it read under ``name``.
 
     The document is ``text`` (with its tokenizer), ``input_ids`` [n] or [1, n], or ``input_features`` (Whisper:
-    [windows, mels, frames]). dtype: how vectors are stored, by default the model's own. progress is called with (tokens
-    done, tokens in all). The same document under the same name again is a no-op.
+    [windows, mels, frames]). dtype: how vectors are stored, by default as the model computes: "float32", "float16"
+    or "bfloat16"; keys and values also as "int8" or "int4" (see :mod:`memstore.coding`). progress is called with
+    (tokens done, tokens in all). The same document under the same name again is a no-op.
 
     Raises DocumentError, ConfigError, UnsupportedModelError, MemoryExistsError, MemoryBusyError, EncodingError, and
     DamagedMemoryError where that memory is damaged.
@@ -110,22 +111,23 @@ def _blocks(
     for group in _batches(plan(manifest.num_tokens, manifest.rule), manifest):
         if group[-1].keep_stop <= done:
             continue
-        encoded = _encode_group(adapter, source, group, manifest, writer)
+        read = _encode_group(adapter, source, group, manifest, writer)
         for i, window in enumerate(group):
             start = max(window.keep_start, done)
             if start >= window.keep_stop:
                 continue
-            for part, rows in encoded.items():
-                pending[part].append(rows[i, start - window.start : window.keep_stop - window.start])
+            for part, rows in read.items():
+                kept = rows[i, start - window.start : window.keep_stop - window.start]
+                pending[part].append(kept.clone())  # a view would hold the whole window
             held += window.keep_stop - start
         last = group[-1].keep_stop == manifest.num_tokens
         while held >= manifest.block_tokens or (last and held):
             size = min(held, manifest.block_tokens)
-            joined = {part: torch.cat(rows) for part, rows in pending.items()}
+            joined = {part: torch.cat(pieces) for part, pieces in pending.items()}
             block = {part: rows[:size] for part, rows in joined.items()}
             block |= adapter.summaries(block)
-            yield {part: tensor_bytes(rows) for part, rows in block.items()}
-            pending = {part: [rows[size:]] for part, rows in joined.items()}
+            yield {part: encoded(rows, manifest.parts[part]) for part, rows in block.items()}
+            pending = {part: [rows[size:].clone()] for part, rows in joined.items()}
             held -= size
         report(group[-1].keep_stop, manifest.num_tokens)
 
@@ -142,7 +144,7 @@ def _batches(windows: list[Window], manifest: Manifest) -> Iterator[list[Window]
 def _encode_group(
     adapter: ModelAdapter, source: Tensor, group: list[Window], manifest: Manifest, writer: MemoryWriter
 ) -> dict[str, Tensor]:
-    """Parts [b, window tokens, *shape] of these windows on the CPU, in the stored dtype."""
+    """Parts [b, window tokens, *shape] of these windows on the CPU, in the stored dtype, or in float32 to be coded."""
     if manifest.has_ids:
         inputs = torch.stack([source[window.start : window.stop] for window in group])
     else:
@@ -152,20 +154,21 @@ def _encode_group(
     before = torch.tensor(manifest.prefix_ids + (manifest.lead_ids if first else ()), dtype=torch.long)
     if len(before):
         inputs = torch.cat((before.expand(len(group), -1), inputs), dim=1)
-    encoded = {
-        part: _stored(rows, manifest.parts[part].dtype, group[0])
+    read = {
+        part: _finite(rows, manifest.parts[part], group[0])
         for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
     }
     if prefix and first:
-        writer.put_prefix({part: tensor_bytes(rows[0, :prefix]) for part, rows in encoded.items()})
-    return {part: rows[:, len(before) :] for part, rows in encoded.items()}
+        specs = {part: spec.prefix for part, spec in token_parts(manifest).items()}
+        writer.put_prefix({part: encoded(rows[0, :prefix], specs[part]) for part, rows in read.items()})
+    return {part: rows[:, len(before) :] for part, rows in read.items()}
 
 
-def _stored(rows: Tensor, dtype: str, window: Window) -> Tensor:
-    rows = rows.detach().to("cpu", getattr(torch, dtype))
-    if not rows.isfinite().all():
+def _finite(rows: Tensor, spec: PartSpec, window: Window) -> Tensor:
+    rows = rows.detach().to("cpu", torch.float32 if spec.is_coded else getattr(torch, spec.dtype))
+    if not (rows.abs() <= LARGEST if spec.is_coded else rows.isfinite()).all():
         raise EncodingError(
-            f"The model gave NaN or infinite values for the window at token {window.start}, stored as {dtype}. "
+            f"The model gave NaN or infinite values for the window at token {window.start}, stored as {spec.dtype}. "
             'A wider dtype such as "float32" or "bfloat16" may hold them; else the model is at fault.'
         )
     return rows

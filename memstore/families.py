@@ -15,7 +15,7 @@ from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, ConfigError, UnsupportedModelError
 from memstore.hooks import Given, tapped
 from memstore.interfaces import ModelAdapter
-from memstore.manifest import PartSpec, WindowRule
+from memstore.manifest import CODED_BITS, PartSpec, WindowRule
 from memstore.memory import Memory, OpenMemory
 from memstore.reading.asking import reading_queries, written_queries
 from memstore.reading.chat import chat_frame
@@ -155,10 +155,15 @@ class DecoderOnlyAdapter(ModelAdapter):
         return checked_rule(window, overlap, "left", self.native_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
-        spec = PartSpec.model_validate({"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype})
-        bounds = PartSpec.model_validate({"shape": (2, *spec.shape), "dtype": dtype, "every": BLOCK})
-        kinds = {"keys": spec, "values": spec, "bounds": bounds}
-        return {f"{part}.{layer}": kinds[part] for layer in range(len(self.self_attentions)) for part in kinds}
+        """Where they are coded, keys have scales for channels, and values for tokens; bounds never are."""
+        common, coded = {"shape": (self.num_kv_heads, self.head_dim), "dtype": dtype}, dtype in CODED_BITS
+        specs = {
+            part: PartSpec.model_validate(common | {"scales": scales if coded else None})
+            for part, scales in (("keys", "channel"), ("values", "token"))
+        }
+        of_block = {"shape": (2, *specs["keys"].shape), "dtype": "bfloat16" if coded else dtype, "every": BLOCK}
+        specs["bounds"] = PartSpec.model_validate(of_block)
+        return {f"{part}.{layer}": spec for layer in range(len(self.self_attentions)) for part, spec in specs.items()}
 
     def summaries(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``bounds``: the least and the largest number of every channel of a block's keys, [blocks, 2, G, c]."""

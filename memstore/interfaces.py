@@ -266,7 +266,8 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def parts(self, dtype: str) -> dict[str, PartSpec]:
-        """The arrays kept for every token, stored as ``dtype``, and summaries of several tokens."""
+        """The arrays kept for every token, stored as ``dtype``, one of :func:`memstore.manifest.storable` (kind), and
+        summaries of several tokens."""
 
     @abstractmethod
     def encode(self, windows: torch.Tensor) -> dict[str, torch.Tensor]:

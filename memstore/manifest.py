@@ -10,29 +10,63 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from memstore.errors import FormatError
 
-FORMAT_MAJOR, FORMAT_MINOR = 1, 0
+# A version reads every format of its major, and of a newer minor what has nothing in it that it does not know: a memory
+# that has is refused by name, the others of its store are read. 1.1: parts in int8 and int4.
+FORMAT_MAJOR, FORMAT_MINOR = 1, 1
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+CODED_BITS = {"int8": 8, "int4": 4}  # of which int4 has an offset beside each scale
+GROUP = 64  # rows of a record that share the scale of a channel: a block of memstore.reading.selection
+SCALE_BYTES = 2  # bfloat16, which has the range of float32
+
+
+def storable(kind: str) -> tuple[str, ...]:
+    """The dtypes that a memory of this kind may be stored in: keys and values may be coded, other vectors not."""
+    return (*ITEM_BYTES, *(CODED_BITS if kind == "kv" else ()))
 
 
 class PartSpec(BaseModel):
     """One array of a memory: ``shape`` is that of one token, such as (d,) or (num_kv_heads, head_dim).
 
-    every: how many tokens one row stands for; 1 for all parts but summaries.
+    scales: what shares a scale where dtype is "int8" or "int4": GROUP rows in one "channel", or the channels (the last
+    dimension) of one "token"; None elsewhere. See :mod:`memstore.coding`. every: how many tokens one row stands for; 1
+    for all parts but summaries.
     """
 
     model_config = ConfigDict(frozen=True)
 
     shape: tuple[int, ...]
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: Literal["float32", "float16", "bfloat16", "int8", "int4"]
+    scales: Literal["channel", "token"] | None = None
     every: int = Field(default=1, gt=0)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether rows are kept as small whole numbers with scales."""
+        return self.dtype in CODED_BITS
+
+    @property
+    def prefix(self) -> PartSpec:
+        """How the rows of the prefix are kept: few, the sink among them, and so not coded."""
+        return PartSpec(shape=self.shape, dtype="bfloat16") if self.is_coded else self
 
     def num_rows(self, num_tokens: int) -> int:
         """The rows that so many tokens take; the last one may stand for fewer tokens."""
         return -(-num_tokens // self.every)
 
+    def num_scales(self, rows: int) -> int:
+        """Scales of a record of so many rows."""
+        if self.scales == "token":
+            return rows * math.prod(self.shape[:-1])
+        return -(-rows // GROUP) * math.prod(self.shape)
+
     def num_bytes(self, num_tokens: int) -> int:
-        return self.num_rows(num_tokens) * math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        """Bytes of a record that stands for so many tokens."""
+        rows, values = self.num_rows(num_tokens), math.prod(self.shape)
+        if not self.is_coded:
+            return rows * values * ITEM_BYTES[self.dtype]
+        tables = 2 if self.dtype == "int4" else 1
+        return tables * SCALE_BYTES * self.num_scales(rows) + rows * -(-values * CODED_BITS[self.dtype] // 8)
 
 
 class WindowRule(BaseModel):
@@ -85,8 +119,15 @@ class Manifest(BaseModel):
     def vector_bytes(self) -> int:
         """Bytes of all parts of all tokens, the prefix included."""
         return sum(
-            part.num_bytes(self.num_tokens) + part.num_bytes(len(self.prefix_ids)) for part in self.parts.values()
+            (self.num_blocks - 1) * part.num_bytes(self.block_tokens)
+            + part.num_bytes(self.tokens_of(self.num_blocks - 1))
+            + part.prefix.num_bytes(len(self.prefix_ids))
+            for part in self.parts.values()
         )
+
+    def tokens_of(self, i: int) -> int:
+        """Tokens of block ``i``: ``block_tokens``, but for the last one."""
+        return min(self.block_tokens, self.num_tokens - i * self.block_tokens)
 
     def pack(self) -> bytes:
         packed: bytes = msgpack.packb(self.model_dump())
@@ -108,4 +149,10 @@ class Manifest(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
+            if raw.get("format_minor", 0) > FORMAT_MINOR:
+                raise FormatError(
+                    f"Memory {raw.get('name')!r} has format {major}.{raw['format_minor']}, and something in it that "
+                    f"this version of memstore, which writes {FORMAT_MAJOR}.{FORMAT_MINOR}, does not know. Install the "
+                    "version that wrote it, or encode the document again."
+                ) from error
             raise FormatError(f"The manifest of memory {raw.get('name')!r} is not valid: {error}") from error

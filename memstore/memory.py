@@ -208,20 +208,27 @@ class OpenMemory:
         return self._reader.get(CHECKSUM + key)
 
     def block(self, part: str, i: int) -> torch.Tensor:
-        """Block ``i`` of a part without copying: [rows, *shape]; all but the last stand for ``block_tokens`` tokens."""
+        """Block ``i`` of a part: [rows, *shape]; all but the last stand for ``block_tokens`` tokens.
+
+        A view of the map in the dtype that is stored; rows that are stored in int8 or int4 are decoded to float32.
+        """
         spec = self._part(part)
         if not 0 <= i < self.manifest.num_blocks:
             raise IndexError(f"Memory {self.memory.name!r} has blocks 0 to {self.manifest.num_blocks - 1}, no {i}.")
-        return _tensor(self.value(block_key(part, i)), spec)
+        return self._some(part, i, 0, spec.num_rows(self.manifest.tokens_of(i)))
 
     def blocks(self, part: str) -> list[torch.Tensor]:
         """All blocks of a part, in order."""
         return [self.block(part, i) for i in range(self.manifest.num_blocks)]
 
     def mapped(self, part: str) -> list[torch.Tensor]:
-        """All blocks of a part as they lie on disk: none of them is read. Call :meth:`check` before using one."""
+        """All blocks of a part that is not coded, as they lie on disk: none of them is read. Call :meth:`check` before
+        using one."""
         spec = self._part(part)
-        return [_tensor(self._reader.get(block_key(part, i)), spec) for i in range(self.manifest.num_blocks)]
+        return [
+            _tensor(self._reader.get(block_key(part, i)), spec.dtype, spec.shape)
+            for i in range(self.manifest.num_blocks)
+        ]
 
     def check(self, part: str) -> None:
         """Verify the blocks of a part, unless this process has done so, or verification is off. Raises
@@ -230,7 +237,11 @@ class OpenMemory:
             self.value(block_key(part, i))
 
     def rows(self, part: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` (excluded) of a part: [stop - start, *shape], a view if they lie in one block."""
+        """Rows ``start`` to ``stop`` (excluded) of a part: [stop - start, *shape], of :meth:`block`'s dtype.
+
+        Only the records they lie in are verified, and only these rows are copied or decoded; what lies in one record is
+        a view of it.
+        """
         import torch
 
         spec = self._part(part)
@@ -240,14 +251,28 @@ class OpenMemory:
         first, last = start // size, max(start, stop - 1) // size
         if first == self.manifest.num_blocks:  # an empty range at the very end
             first = last = first - 1
-        blocks = [self.block(part, i) for i in range(first, last + 1)]
-        rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        return rows[start - first * size : stop - first * size]
+        some = [
+            self._some(part, i, max(start - i * size, 0), min(stop - i * size, size)) for i in range(first, last + 1)
+        ]
+        return some[0] if len(some) == 1 else torch.cat(some)
 
     def prefix(self, part: str) -> torch.Tensor:
-        """The vectors of the prefix that was encoded before the document: [len(prefix_ids), *shape]."""
-        spec = self._part(part)
-        return _tensor(self.value(prefix_key(part)) if self.manifest.prefix_ids else memoryview(b""), spec)
+        """The vectors of the prefix that was encoded before the document: [len(prefix_ids), *shape].
+
+        bfloat16 where rows are stored in int8 or int4, else the dtype that is stored.
+        """
+        spec = self._part(part).prefix
+        view = self.value(prefix_key(part)) if self.manifest.prefix_ids else memoryview(b"")
+        return _tensor(view, spec.dtype, spec.shape)
+
+    def _some(self, part: str, i: int, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of block ``i``."""
+        spec, view = self.manifest.parts[part], self.value(block_key(part, i))
+        if not spec.is_coded:
+            return _tensor(view, spec.dtype, spec.shape)[start:stop]
+        from memstore.coding import decoded
+
+        return decoded(_tensor(view, "uint8"), spec, spec.num_rows(self.manifest.tokens_of(i)), start, stop)
 
     def _part(self, part: str) -> PartSpec:
         if part not in self.manifest.parts:
@@ -259,16 +284,16 @@ _warned = threading.Lock()
 _silenced = False
 
 
-def _tensor(view: memoryview, spec: PartSpec) -> torch.Tensor:
+def _tensor(view: memoryview, dtype: str, shape: tuple[int, ...] = ()) -> torch.Tensor:
     """A tensor [rows, *shape] over the bytes, which it keeps alive."""
     global _silenced
     import torch
 
     if not view:
-        return torch.empty((0, *spec.shape), dtype=getattr(torch, spec.dtype))
+        return torch.empty((0, *shape), dtype=getattr(torch, dtype))
     if not _silenced:
         with _warned, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once per process that a read-only buffer must not be written
             torch.frombuffer(b"\0", dtype=torch.uint8)
             _silenced = True
-    return torch.frombuffer(view, dtype=getattr(torch, spec.dtype)).view(-1, *spec.shape)
+    return torch.frombuffer(view, dtype=getattr(torch, dtype)).view(-1, *shape)

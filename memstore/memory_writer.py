@@ -91,23 +91,23 @@ class MemoryWriter:
         self._release()
 
     def append(self, block: Mapping[str, Buffer]) -> None:
-        """Commit the next block: for each part the bytes of its rows [rows, *shape], C-contiguous.
+        """Commit the next block: for each part the bytes of its rows [rows, *shape], as
+        :func:`memstore.coding.encoded` gives them.
 
         They stand for ``block_tokens`` tokens, or for what remains in the last block. Raises DocumentError for wrong
         parts or sizes, StoreFullError when the disk is full.
         """
-        tokens = min(self.manifest.block_tokens, self.manifest.num_tokens - self.num_done)
-        if tokens == 0:
+        i, parts = self._blocks_done, self.manifest.parts
+        if i == self.manifest.num_blocks:
             raise DocumentError(f"Memory {self.manifest.name!r} already holds all its {self.num_done} tokens.")
-        i = self._blocks_done
-        self._put(
-            {block_key(part, i): value for part, value in self._valid(block, self.manifest.parts, tokens).items()}
-        )
+        record = _valid(block, parts, self.manifest.tokens_of(i))
+        self._put({block_key(part, i): value for part, value in record.items()})
         self._blocks_done += 1
 
     def put_prefix(self, parts: Mapping[str, Buffer]) -> None:
         """Commit the vectors of the prefix: the bytes of [len(prefix_ids), *shape] for each part but summaries."""
-        values = self._valid(parts, token_parts(self.manifest), len(self.manifest.prefix_ids))
+        specs = {part: spec.prefix for part, spec in token_parts(self.manifest).items()}
+        values = _valid(parts, specs, len(self.manifest.prefix_ids))
         self._put({prefix_key(part): value for part, value in values.items()})
 
     def put_document(self, document: Document) -> None:
@@ -138,18 +138,20 @@ class MemoryWriter:
     def _stored_checksum(self, key: bytes) -> bytes:
         return self._records.get(CHECKSUM + key) or b""
 
-    def _valid(self, parts: Mapping[str, Buffer], specs: Mapping[str, PartSpec], tokens: int) -> dict[str, memoryview]:
-        if parts.keys() != specs.keys():
-            raise DocumentError(f"Parts {sorted(parts)} were given instead of {sorted(specs)}.")
-        views = {part: memoryview(value).cast("B") for part, value in parts.items()}
-        for part, view in views.items():
-            spec = specs[part]
-            if view.nbytes != spec.num_bytes(tokens):
-                raise DocumentError(
-                    f"Part {part!r} has {view.nbytes} bytes instead of {spec.num_bytes(tokens)} ({tokens} tokens in "
-                    f"{spec.num_rows(tokens)} rows of {math.prod(spec.shape)} {spec.dtype} values)."
-                )
-        return views
-
     def _put(self, values: Mapping[bytes, Buffer]) -> None:
         self._records.put({**values, **{CHECKSUM + key: checksum(value) for key, value in values.items()}})
+
+
+def _valid(parts: Mapping[str, Buffer], specs: Mapping[str, PartSpec], tokens: int) -> dict[str, memoryview]:
+    """The bytes of each part, if they are those of so many tokens."""
+    if parts.keys() != specs.keys():
+        raise DocumentError(f"Parts {sorted(parts)} were given instead of {sorted(specs)}.")
+    views = {part: memoryview(value).cast("B") for part, value in parts.items()}
+    for part, view in views.items():
+        spec = specs[part]
+        if view.nbytes != spec.num_bytes(tokens):
+            raise DocumentError(
+                f"Part {part!r} has {view.nbytes} bytes instead of {spec.num_bytes(tokens)} ({tokens} tokens of "
+                f"{math.prod(spec.shape)} {spec.dtype} values)."
+            )
+    return views

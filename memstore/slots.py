@@ -21,7 +21,8 @@ class Slot(NamedTuple):
     head: int | None = None
 
     def keys(self, opened: OpenMemory) -> list[Tensor]:
-        """Blocks [n_i, d] of the store: views, nothing is copied."""
+        """Blocks [n_i, d] of the store: views, nothing is copied. What is stored in int8 or int4 is decoded to float16,
+        or to float32 if that is not enough."""
         return self._rows(opened, "keys")
 
     def values(self, opened: OpenMemory) -> list[Tensor]:
@@ -31,7 +32,14 @@ class Slot(NamedTuple):
     def _rows(self, opened: OpenMemory, part: str) -> list[Tensor]:
         if self.layer is None:
             return opened.blocks(self.name)
-        return [block[:, self.head] for block in opened.blocks(f"{part}.{self.layer}")]
+        part = f"{part}.{self.layer}"
+        if not opened.manifest.parts[part].is_coded:
+            return [block[:, self.head] for block in opened.blocks(part)]
+        count = opened.manifest.num_blocks
+        blocks = [opened.block(part, i)[:, self.head].half() for i in range(count)]  # one float32 block at a time
+        if all(bool(block.isfinite().all()) for block in blocks):
+            return blocks
+        return [opened.block(part, i)[:, self.head].clone() for i in range(count)]
 
 
 def slot_name(layer: int, head: int) -> str:

@@ -179,7 +179,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"batch_size": 0}, ConfigError, "batch_size=0"),
     ({"batch_size": -4}, ConfigError, "batch_size=-4"),
     ({"batch_size": True}, ConfigError, "batch_size=True"),
-    ({"dtype": "int8"}, ConfigError, "'int8'.*float32, float16, bfloat16"),
+    (
+        {"dtype": "int16"},
+        ConfigError,
+        "'int16': memories of kind 'kv' are stored as float32, float16, bfloat16, int8, int4",
+    ),
     ({"dtype": torch.float64}, ConfigError, "'float64'"),
     ({"metadata": {"tags": {1, 2}}}, DocumentError, "metadata.tags"),
     ({"name": ""}, DocumentError, "cannot be a name"),

@@ -14,6 +14,7 @@ from tests import tiny
 from tests.models import build, tokens
 from tests.store import making
 
+KINDS = ("hidden", "kv", "prefix", "int8", "int4")
 LINE = "In the beginning was the Word, and the Word was with God.\n"
 KILLED = """
 import os, signal, sys
@@ -38,12 +39,15 @@ def one_thread():
 
 
 def read(store, kind, **keywords):
-    """A document of 1,500 tokens in blocks of 256: encoder states, keys and values, or these behind a prefix."""
+    """A document of 1,500 tokens in blocks of 256: encoder states, keys and values, or these behind a prefix, as the
+    model computes them or coded in so many bits."""
     if kind == "hidden":
         return store.encode(build("bart"), input_ids=tokens(1500), name="doc", **keywords)
     if kind == "kv":
         return store.encode(tiny.llama(), input_ids=tokens(1500), name="doc", window=64, **keywords)
-    return store.encode(tiny.llama(), tiny.tokenizer(), (LINE * 26)[:1500], name="doc", window=64, **keywords)
+    dtype = None if kind == "prefix" else kind
+    text = (LINE * 26)[:1500]
+    return store.encode(tiny.llama(), tiny.tokenizer(), text, name="doc", window=64, dtype=dtype, **keywords)
 
 
 def contents(memory):
@@ -57,7 +61,7 @@ def uninterrupted(tmp_path_factory):
     made = {}
     with pytest.MonkeyPatch.context() as patch, memstore.open(tmp_path_factory.mktemp("whole") / "library") as store:
         patch.setattr(describe, "BLOCK_BYTES", 1)
-        for kind in ("hidden", "kv", "prefix"):
+        for kind in KINDS:
             memory = read(store, kind)
             made[kind] = (memory.manifest.digest, contents(memory))
             del store["doc"]
@@ -65,7 +69,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("kind", ["hidden", "kv", "prefix"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_encoding_resumes_to_the_same_bytes(library, monkeypatch, uninterrupted, kind, error):
     monkeypatch.setattr(describe, "BLOCK_BYTES", 1)
     digest, values = uninterrupted[kind]

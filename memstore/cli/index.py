@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -48,6 +48,13 @@ def index(
     store: StoreOption = None,
     name: Annotated[str | None, typer.Option(help="Name of the memory, for a single file.", show_default=False)] = None,
     dtype: DtypeOption = "float32",
+    stored_as: Annotated[
+        Literal["float32", "float16", "bfloat16", "int8", "int4"] | None,
+        typer.Option(
+            help="How vectors are kept; int8 and int4 for decoder-only models. Default: as the model computes.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read documents with a model and keep what was read."""
@@ -77,7 +84,9 @@ def index(
             loaded, tokenizer, opened = reader
             try:
                 with ReadingProgress(document.name) as progress:
-                    memory = opened.encode(loaded, tokenizer, text, name=document.name, progress=progress)
+                    memory = opened.encode(
+                        loaded, tokenizer, text, name=document.name, dtype=stored_as, progress=progress
+                    )
             except MemstoreError as error:
                 fail(document, error)
                 continue

@@ -185,3 +185,18 @@ def test_elsewhere_one_line_tells_what_was_read_now(
         progress(1000, 4000)  # an interrupted run had read these
         progress(4000, 4000)
     assert capsys.readouterr().err == "genesis: read 3,000 tokens in 1.0 s, 3,000 tokens/s\n"
+
+
+def test_vectors_are_kept_as_asked(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    """Whatever the model computes in."""
+    common = ("--model", model, "--store", tmp_path / "store")
+    sizes = {}
+    for kept in ("float32", "float16", "int8", "int4"):
+        result = run("index", folder / "genesis.txt", *common, "--name", kept, "--stored-as", kept)
+        assert result.exit_code == 0, result.stderr
+        with memstore.open(tmp_path / "store", "r") as store:
+            assert {spec.dtype for spec in store[kept].manifest.parts.values()} == {kept}
+            sizes[kept] = store[kept].manifest.vector_bytes
+    assert sizes["float32"] > sizes["float16"] > sizes["int8"] > sizes["int4"]
+    result = run("generate", "--model", model, "--store", tmp_path / "store", "--memory", "int8", "Who?")
+    assert result.exit_code == 0, result.stderr
