@@ -24,12 +24,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts the cores
 
 import numpy as np
 import torch
-from passkey import Reader, splice
+from passkey import Reader
 from reader_data import DIGITS, Document, Ids, Task
+from splice import splice
 from train_reader import WINDOW, digits, load_reader, read
 
 import memstore
 from memstore.memory import Memory
+from memstore.registry import adapter_for
 from memstore.store import MemoryStore
 
 RESULT = Path(__file__).parent / "results" / "reader.json"
@@ -75,10 +77,10 @@ def documents(
         hidden = task.hidden(task.excerpt(length) if filler is None else filler.token_ids)
         if filler is None:
             memory = store.encode(reader.model, input_ids=hidden.ids, name=f"trial-{i}")
+            yield hidden, memory
+            del store[memory.name]
         else:
-            memory = splice(store, reader, filler, hidden.ids, f"trial-{i}")
-        yield hidden, memory
-        del store[memory.name]
+            yield hidden, splice(adapter_for(reader.model)(reader.model), filler, hidden.ids, f"trial-{i}")
     if filler is not None:
         del store["filler"]
 
