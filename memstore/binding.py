@@ -18,7 +18,7 @@ from memstore.hooks import AttentionFunction, exactly, install, uncompiled
 from memstore.memory import Memory, OpenMemory
 from memstore.places import Places
 from memstore.provenance import Ledger
-from memstore.reading.passes import device_of
+from memstore.reading.passes import by_name, device_of
 from memstore.rows import Rows, with_fewer, with_more
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Binding(ABC):
         if self._opened:
             raise AttachError("This attachment is in use already; leave it before entering it again.")
         with ExitStack() as stack:
+            stack.enter_context(self.adapter.held())
             stack.callback(self._close_all_but, ())
             stack.callback(self._release)
             self._read_from_now_on(self.rows)
@@ -184,7 +185,8 @@ class Binding(ABC):
             self._thread = threading.get_ident()
         self._check_same()
         self._calls = 0
-        return args, self._before(args, kwargs)
+        named = by_name(stage, args)
+        return args[len(named) :], self._before(args[len(named) :], named | kwargs)
 
     @uncompiled
     def _post_hook(self, stage: nn.Module, args: tuple[Any, ...], output: Any) -> None:

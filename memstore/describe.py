@@ -58,6 +58,12 @@ def describe(
         num_tokens = len(document.token_ids)
     else:
         num_tokens = len(features) * feature_tokens
+    if adapter.whole_only and num_tokens > rule.window:
+        raise DocumentError(
+            f"The document {name!r} has {num_tokens} tokens, more than the window of {rule.window}, and "
+            f"{type(adapter.model).__name__} cannot read one in several windows: {adapter.whole_only}. Store its parts "
+            f"as documents of their own; the model has {adapter.native_window} positions."
+        )
     prefix = adapter.prefix(tokenizer) if tokenizer is not None and num_tokens > rule.window else []
     if prefix and _begins_twice(document, prefix):
         document = Document(document.text, document.token_ids[1:], document.offsets[1:])  # type: ignore[index]

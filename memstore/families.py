@@ -1,9 +1,10 @@
-"""The two shapes of model that adapters describe: encoder-decoders and decoder-only models with rotary positions."""
+"""The two shapes of model that adapters describe: encoder-decoders and decoder-only models."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, ClassVar, cast
 
@@ -21,7 +22,7 @@ from memstore.reading.asking import reading_queries, written_queries
 from memstore.reading.chat import chat_frame
 from memstore.reading.hidden import HiddenAttachment
 from memstore.reading.kv import KvAttachment
-from memstore.reading.rotary import unrotate
+from memstore.reading.rotary import frequencies, frozen, is_changing, rope_types, unrotate
 from memstore.reading.selection import BLOCK, bounds
 
 
@@ -107,18 +108,14 @@ class EncoderDecoderAdapter(ModelAdapter):
 
 
 class DecoderOnlyAdapter(ModelAdapter):
-    """A decoder with rotary positions: a memory holds every layer's keys, before rotation, and values."""
+    """A decoder: a memory holds every layer's keys, before rotation, and values.
+
+    Rotary frequencies that change with the length of a text ("dynamic", "longrope") are frozen: while a document is
+    encoded and while memories are attached, they are those that hold inside the original window, which is then also
+    the model's native window. The fingerprint has these, whatever the model has read before.
+    """
 
     kind = "kv"
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        rope_type = getattr(self.rotary, "rope_type", "default")
-        if rope_type in ("dynamic", "longrope"):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has {rope_type!r} rotary positions, whose frequencies change with the length "
-                "of the text; stored keys would no longer fit."
-            )
 
     DEFAULT_WINDOW: ClassVar[int] = 1024
 
@@ -134,12 +131,47 @@ class DecoderOnlyAdapter(ModelAdapter):
 
     @property
     @abstractmethod
-    def rotary(self) -> nn.Module:
-        """The module that makes (cos, sin) from position ids."""
+    def rotary(self) -> nn.Module | None:
+        """The module that makes (cos, sin) from position ids; None if no layer has rotary positions."""
+
+    def rope_of(self, layer: int) -> str | None:
+        """The name of a layer's rotary frequencies: "" if the model has one set of them, else the kind of layer that
+        has its own; None for a layer without rotary positions."""
+        if self.rotary is None:
+            return None
+        return cast(str, self.model.config.layer_types[layer]) if "" not in rope_types(self.rotary) else ""
+
+    def rotary_at(self, layer: int, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, T, r] of positions [B, T] at one layer, with the dtype and device of ``like``.
+
+        The first r channels of queries and keys are rotary: none of a layer without rotary positions.
+        """
+        name = self.rope_of(layer)
+        if name is None:
+            return (like.new_empty(*positions.shape, 0),) * 2
+        cos, sin = cast(nn.Module, self.rotary)(like, positions, **({"layer_type": name} if name else {}))
+        return cos, sin
+
+    def sliding_window(self, layer: int) -> int | None:
+        """How many tokens a layer sees, the asking one included; None if it sees all."""
+        config = self.model.config
+        kinds = getattr(config, "layer_types", None)
+        if kinds is not None and kinds[layer] != "sliding_attention":
+            return None
+        return cast("int | None", getattr(config, "sliding_window", None))
+
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.rotary is None else frozen(self.rotary)
 
     @property
     def native_window(self) -> int:
-        return int(self.model.config.max_position_embeddings)
+        config = self.model.config
+        ropes = getattr(config, "rope_parameters", None) or {}
+        each = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+        original = [
+            rope.get("original_max_position_embeddings") for rope in each if is_changing(str(rope.get("rope_type")))
+        ]
+        return int(min(positions for positions in (config.max_position_embeddings, *original) if positions))
 
     @property
     def num_kv_heads(self) -> int:
@@ -151,8 +183,8 @@ class DecoderOnlyAdapter(ModelAdapter):
 
     def rule(self, window: int | None, overlap: int | None) -> WindowRule:
         """Windows step by one half; a token is kept from the window in which at least half lies to its left."""
-        window = min(self.DEFAULT_WINDOW, self.native_window // 2) if window is None else window
-        return checked_rule(window, overlap, "left", self.native_window)
+        default = self.native_window if self.whole_only else min(self.DEFAULT_WINDOW, self.native_window // 2)
+        return checked_rule(default if window is None else window, overlap, "left", self.native_window)
 
     def parts(self, dtype: str) -> dict[str, PartSpec]:
         """Where they are coded, keys have scales for channels, and values for tokens; bounds never are."""
@@ -174,24 +206,21 @@ class DecoderOnlyAdapter(ModelAdapter):
         taken: dict[str, Tensor] = {}
 
         def note(layer: int, given: Given) -> None:
-            taken[f"keys.{layer}"], taken[f"values.{layer}"] = given.key, given.value
+            plain = unrotate(given.key, *self.rotary_at(layer, given.key, positions))
+            taken[f"keys.{layer}"], taken[f"values.{layer}"] = plain.transpose(1, 2), given.value.transpose(1, 2)
 
-        with tapped(self.self_attentions, note):
-            self.decoder(input_ids=windows, use_cache=False)
         positions = torch.arange(windows.shape[1], device=windows.device)[None]
-        cos, sin = self.rotary(taken["keys.0"], positions)
-        return {
-            part: (unrotate(tensor, cos, sin) if part.startswith("keys") else tensor).transpose(1, 2)
-            for part, tensor in taken.items()
-        }
+        with self.held(), tapped(self.self_attentions, note):
+            self.decoder(input_ids=windows, use_cache=False)
+        return taken
 
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """What stands before the user's words in a chat. Every window of a long document is read behind it: so its own
         first tokens do not become the attention sink, and what is kept was read as what a user gave."""
         return chat_frame(tokenizer).header
 
-    def rope(self) -> Tensor:
-        return cast(Tensor, self.rotary.inv_freq)
+    def rope(self) -> Tensor | None:
+        return None if self.rotary is None else frequencies(self.rotary)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.decoder.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
@@ -246,6 +247,9 @@ class ModelAdapter(ABC):
     """Related model types that cannot be served, each with what in that family prevents it. An adapter that claims one
     of them all the same is used."""
 
+    whole_only: ClassVar[str | None] = None
+    """What prevents that a document is read in several windows, or beside another one; None where nothing does."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
@@ -298,6 +302,10 @@ class ModelAdapter(ABC):
             "index. An adapter that derives from EncoderDecoderAdapter or DecoderOnlyAdapter gives one."
         )
 
+    def held(self) -> AbstractContextManager[None]:
+        """While memories are attached: inside, the model reads as it read what they hold, and then again as before."""
+        return nullcontext()
+
     def prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokens to read before every window of a long document; none unless the family needs them."""
         return []
@@ -308,7 +316,7 @@ class ModelAdapter(ABC):
         return len(cast("torch.Tensor", self.model.get_input_embeddings().weight))
 
     def rope(self) -> torch.Tensor | None:
-        """The rotary frequencies in use, for the fingerprint; None for a model without rotary positions."""
+        """The rotary frequencies that memories are read with, for the fingerprint; None without rotary positions."""
         return None
 
     def feature_windows(self, features: torch.Tensor) -> tuple[torch.Tensor, int]:

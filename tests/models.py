@@ -1,6 +1,6 @@
 """Tiny random models of every supported family: biases and norms randomised, so that nothing cancels by being zero.
 
-The encoder-decoders are declared in tests/matrix.py, the decoders here."""
+The encoder-decoders are declared in tests/matrix.py, the decoder-only models in tests/decoders.py."""
 
 from __future__ import annotations
 
@@ -11,44 +11,15 @@ from typing import Any
 import torch
 import transformers as tf
 
-VOCAB = 120
-
-
-def _llama_like(model: type, config: type, **extra) -> Callable[[], Any]:
-    def build():
-        return model(
-            config(
-                vocab_size=VOCAB,
-                hidden_size=48,
-                intermediate_size=64,
-                num_hidden_layers=3,
-                num_attention_heads=6,
-                num_key_value_heads=2,
-                max_position_embeddings=512,
-                pad_token_id=0,
-                bos_token_id=1,
-                eos_token_id=2,
-                **extra,
-            )
-        )
-
-    return build
-
-
-DECODERS = {
-    "llama": _llama_like(tf.LlamaForCausalLM, tf.LlamaConfig, attention_bias=True),
-    "mistral": _llama_like(tf.MistralForCausalLM, tf.MistralConfig, sliding_window=None),
-    "mistral-sliding": _llama_like(tf.MistralForCausalLM, tf.MistralConfig, sliding_window=24),
-    "qwen2": _llama_like(tf.Qwen2ForCausalLM, tf.Qwen2Config),
-    "qwen3": _llama_like(tf.Qwen3ForCausalLM, tf.Qwen3Config, head_dim=12),
-}
+from tests.decoders import DECODERS
+from tests.decoders import VOCAB as VOCAB
 
 
 def build(family: str, seed: int = 0):
     """A tiny model in evaluation mode, the same for the same seed."""
     from tests.matrix import FAMILIES  # which builds upon what is here
 
-    return randomised(DECODERS[family] if family in DECODERS else FAMILIES[family].make, seed)
+    return randomised(DECODERS[family].make if family in DECODERS else FAMILIES[family].make, seed)
 
 
 def randomised(make: Callable[[], Any], seed: int = 0):

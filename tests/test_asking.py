@@ -20,9 +20,11 @@ from memstore.interfaces import ModelAdapter
 from memstore.reading import asking
 from memstore.registry import adapter_for
 from tests import tiny
-from tests.models import DECODERS, build, cross_attentions, read
+from tests.models import build, cross_attentions, read
 
 ENCODER_DECODERS = ["bart", "pegasus_x", "led", "t5", "longt5"]
+LLAMAS = ["llama", "mistral", "mistral-sliding", "qwen2", "qwen3"]
+DECODERS = [*LLAMAS, "gemma2", "gemma3_text", "gpt2", "phi3-longrope", "smollm3"]
 FAMILIES = [*ENCODER_DECODERS, "t5gemma", *DECODERS]
 
 
@@ -90,28 +92,37 @@ def test_an_encoder_decoder_asks_what_its_query_maps_give(library, family):
         np.testing.assert_allclose(sample[layer], np.stack(expected, axis=1), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*LLAMAS, "olmo3", "smollm3"])
 @pytest.mark.parametrize("length", [60, 200])
 def test_a_decoder_asks_what_its_query_maps_give_turned_to_a_fixed_distance(library, family, length):
-    """The plain model's pass over each passage; the rotation by 256 positions is done by complex numbers."""
+    """The plain model's pass over each passage; complex numbers rotate it by half of what a layer sees."""
     model = build(family)
     memory = read(library, model, length=length)
     starts = [0] if length <= 64 else [0, 45, 90, 136]
     attentions = [layer.self_attn for layer in model.model.layers]
-    modules = [attention.q_norm if family == "qwen3" else attention.q_proj for attention in attentions]
+    modules = [attention.q_norm if family in ("qwen3", "olmo3") else attention.q_proj for attention in attentions]
     passages = []
     for start in starts:
         ids = torch.tensor(memory.token_ids[start : start + 64])[None].long()
         passages.append(outputs_of(modules, lambda ids=ids: model(input_ids=ids)))
     kept = np.linspace(0, sum(len(each[0]) for each in passages) - 1, min(128, 64 * len(starts), length)).round()
     sample = asked(model, memory)
-    angles = np.exp(1j * 256 * model.model.rotary_emb.inv_freq.double().numpy())
     for layer in range(3):
         plain = np.concatenate([each[layer] for each in passages])[kept.astype(int)]
         plain = plain.reshape(len(plain), 6, 2, -1)  # both halves of the channels of each of 6 heads
-        turned = (plain[:, :, 0] + 1j * plain[:, :, 1]) * angles / np.sqrt(2 * plain.shape[-1])
+        scaling = attentions[layer].scaling
+        turned = (plain[:, :, 0] + 1j * plain[:, :, 1]) * np.exp(1j * angles_of(model, family, layer)) * scaling
         expected = np.concatenate((turned.real, turned.imag), axis=-1)
         np.testing.assert_allclose(sample[layer], expected, rtol=1e-3, atol=1e-4)
+
+
+def angles_of(model, family, layer):
+    """By how much half of what a layer sees turns its queries."""
+    kind = model.config.layer_types[layer] if family == "olmo3" else None
+    window = None if kind == "full_attention" else getattr(model.config, "sliding_window", None)
+    inv_freq = getattr(model.model.rotary_emb, "inv_freq" if kind is None else f"{kind}_inv_freq")
+    rotary = 0 if family == "smollm3" and layer == 1 else 1
+    return rotary * (window or 512) // 2 * inv_freq.double().numpy()
 
 
 def test_a_passage_is_read_behind_the_prefix_of_the_memory(library):

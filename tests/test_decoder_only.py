@@ -19,13 +19,14 @@ from memstore.reading.selectors.by_index import ByIndex
 from memstore.registry import adapter_for
 from memstore_backends.exact import ExactIndex
 from tests import tiny
-from tests.models import DECODERS, build, tokens
+from tests.models import build, tokens
 
 EXACT = 1e-3
+FAMILIES = ["gemma2", "gemma3_text", "gpt_neox", "llama", "mistral-sliding", "phi3-longrope", "qwen3"]
 CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
-@pytest.fixture(params=sorted(DECODERS), scope="module")
+@pytest.fixture(params=FAMILIES, scope="module")
 def model(request):
     return build(request.param)
 
@@ -38,6 +39,10 @@ def plain_logits(model, ids):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_document_of_one_window_gives_the_plain_models_logits(model, library, implementation):
     document, prompt = tokens(60), tokens(9, seed=1, rows=1)
+    if implementation == "sdpa" and not model._supports_sdpa:
+        with pytest.raises(ValueError, match="does not support an attention implementation"):
+            model.set_attn_implementation(implementation)
+        return
     model.set_attn_implementation(implementation)
     expected = plain_logits(model, torch.cat((document[None], prompt), dim=1))[:, 60:]
     memory = library.encode(model, input_ids=document, name="doc")
@@ -57,6 +62,13 @@ def test_greedy_and_beam_generation_is_identical(model, library, settings):
     with memstore.attach(model, memory) as attached:
         answer = attached.generate(input_ids=prompt, **generate)
     assert torch.equal(answer[:, 9:], expected)
+
+
+def test_a_decoder_may_be_called_by_position(model, library):
+    memory, prompt = library.encode(model, input_ids=tokens(60), name="doc"), tokens(9, seed=1, rows=1)
+    with memstore.attach(model, memory), torch.no_grad():
+        by_name = model.base_model(input_ids=prompt).last_hidden_state
+        assert torch.equal(model.base_model(prompt).last_hidden_state, by_name)
 
 
 @pytest.mark.parametrize("given_positions", [False, True])

@@ -22,8 +22,8 @@ def model(model_type: str) -> Any:
 
 
 ADAPTERS = """
-    bart bigbird_pegasus encoder-decoder generic led llama nllb-moe speech_to_text switch_transformers t5 t5gemma
-    whisper
+    bart bigbird_pegasus encoder-decoder gemma generic gpt2 gpt_neox led llama nllb-moe smollm3 speech_to_text
+    switch_transformers t5 t5gemma whisper
 """.split()
 
 

@@ -96,12 +96,12 @@ def reading_queries(adapter: DecoderOnlyAdapter, opened: OpenMemory) -> dict[int
     queries: dict[int, Tensor] = {}
 
     def note(i: int, given: Given) -> None:
-        far = turned(adapter, given.query[:, :, len(prefix) :], positions) * given.scaling
+        far = turned(adapter, i, given.query[:, :, len(prefix) :], positions) * given.scaling
         flat = far.transpose(1, 2).flatten(0, 1)  # [passages · T, H, c]
         kept = _spread(len(flat), len(adapter.self_attentions) * flat[0].numel())
         queries[i] = flat[kept].contiguous().cpu()
 
-    with evaluating(adapter.model), tapped(adapter.self_attentions, note):
+    with evaluating(adapter.model), adapter.held(), tapped(adapter.self_attentions, note):
         adapter.decoder(input_ids=tokens, use_cache=False)
     _check_complete(adapter, queries, len(adapter.self_attentions))
     return queries

@@ -55,7 +55,7 @@ class Chooser:
     def hear(self, layer: int, query: Tensor, positions: Tensor, scaling: float) -> None:
         """Note what a layer asks in that pass: query [B, H, T, c], rotated to positions [B, T]."""
         asking = query[:, :, self._columns]
-        self._queries[layer] = turned(self.adapter, asking, positions[:, self._columns]) * scaling
+        self._queries[layer] = turned(self.adapter, layer, asking, positions[:, self._columns]) * scaling
 
     def choose(self, memories: Sequence[Memory], rows: slice) -> list[Reads]:
         """What these rows read, which have the same memories: rows of equal prompts together."""

@@ -53,6 +53,7 @@ class Excerpt:
         scaling: float,
         mask: Tensor | None = None,
         sums: list[Tensor] | None = None,
+        softcap: float | None = None,
     ) -> Partial:
         """Attention of query [b, H, T, c], rows that share this excerpt; mask [b, 1, T, M] or None.
 
@@ -68,13 +69,13 @@ class Excerpt:
         note = None if sums is None else lambda weights: noted.append(self._by_passage(weights))
         if mask is not None:
             keys, values = keys.expand(b, -1, -1, -1), values.expand(b, -1, -1, -1)
-            part = ordinary_attention(query, keys, values, mask, scaling, note=note)
+            part = ordinary_attention(query, keys, values, mask, scaling, softcap=softcap, note=note)
             if sums is not None:
                 sums.append(torch.cat(noted, dim=2))
             return part
         # Rows become further heads of their group, so that the keys are read once for all of them.
         folded = query.view(b, groups, -1, t, c).transpose(0, 1).reshape(1, -1, t, c)
-        part = ordinary_attention(folded, keys[None], values[None], None, scaling, note=note)
+        part = ordinary_attention(folded, keys[None], values[None], None, scaling, softcap=softcap, note=note)
         unfolded = [
             x.view(groups, b, -1, t, x.shape[-1]).transpose(0, 1).reshape(b, h, t, -1)
             for x in (*part, *([] if sums is None else [torch.cat(noted, dim=2)]))
@@ -131,9 +132,12 @@ def load_excerpt(
     size = sum(span.stop - span.start for span in spans)
     positions = torch.cat((torch.arange(sink[1]), torch.arange(room - size, room))).to(device)
     excerpt = Excerpt(memories, spans, sink[1], positions, {})
-    cos, sin = adapter.rotary(torch.empty(0, device=device), positions[None])
+    turns: dict[str | None, tuple[Tensor, Tensor]] = {}  # cos and sin, once for all layers that share them
     for layer in range(len(adapter.self_attentions)) if layers is None else layers:
+        name = adapter.rope_of(layer)
+        if name not in turns:
+            turns[name] = adapter.rotary_at(layer, torch.empty(0, device=device), positions[None])
         keys = load_layer(f"keys.{layer}", opened, spans, sink, device)
         values = load_layer(f"values.{layer}", opened, spans, sink, device)
-        excerpt.layers[layer] = rotate(keys[None], cos, sin)[0].contiguous(), values.contiguous()
+        excerpt.layers[layer] = rotate(keys[None], *turns[name])[0].contiguous(), values.contiguous()
     return excerpt

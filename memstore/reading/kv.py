@@ -87,7 +87,7 @@ class KvAttachment(Attachment):
         default = min(BUDGET, adapter.native_window // 4)
         self.blocks = max(1, (default if budget is None else budget) // BLOCK)
         self.everything = top_k == "all"
-        _check_blocks(self.rows)
+        _check_readable(adapter, self.rows)
         self._whole: dict[int, Reads] = {}
         self._contexts: WeakKeyDictionary[Any, Context] = WeakKeyDictionary()
         self._chooser: Chooser | None = None  # while it passes over a prompt
@@ -100,7 +100,7 @@ class KvAttachment(Attachment):
         return self.everything or single_window or sum(num_blocks(memory.num_tokens) for memory in row) <= self.blocks
 
     def _prepare(self) -> None:
-        _check_blocks(self.rows)
+        _check_readable(self.adapter, self.rows)
         whole: dict[int, Reads] = {}
         for i, row in enumerate(self.rows):
             if self._reads_whole(row):
@@ -145,8 +145,6 @@ class KvAttachment(Attachment):
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if self._chooser is not None:  # its own pass over the prompt
             return kwargs
-        if args:
-            raise AttachError("Call the model with keyword arguments while memories are attached.")
         cache = find_cache(kwargs.values())
         past = 0 if cache is None else int(cache.get_seq_length())
         own = own_positions(kwargs, past)
@@ -221,6 +219,7 @@ class KvAttachment(Attachment):
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """The attention function of a hooked layer."""
@@ -228,13 +227,13 @@ class KvAttachment(Attachment):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         local_mask, n = own_mask(mask, query, key.shape[2])
         local_mask = self._hide_repeated(local_mask, n)
-        local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling)
+        local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling, softcap=softcap)
         if self._chooser is not None:
             self._chooser.hear(layer, query, self._positions, scaling)
         sums: list[Tensor] | None = None if self._ledger is None or self._chooser is not None else []
         parts = [
             each.excerpts[layer].attend(
-                layer, query[each.rows], scaling, self._far_mask(sliding_window, each, layer), sums
+                layer, query[each.rows], scaling, self._far_mask(sliding_window, each, layer), sums, softcap
             )
             for each in self._context.reads
         ]
@@ -281,7 +280,12 @@ class KvAttachment(Attachment):
         return any(reads.excerpts is whole.excerpts for whole in self._whole.values())
 
 
-def _check_blocks(rows: Sequence[Sequence[Memory]]) -> None:
+def _check_readable(adapter: DecoderOnlyAdapter, rows: Sequence[Sequence[Memory]]) -> None:
+    for row in rows:
+        if adapter.whole_only and (len(row) > 1 or row[0].num_tokens > row[0].manifest.rule.window):
+            raise AttachError(
+                f"{type(adapter.model).__name__} reads one memory of one window at a time: {adapter.whole_only}."
+            )
     for memory in (memory for row in rows for memory in row):
         if memory.manifest.block_tokens % BLOCK:
             raise AttachError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from inspect import signature
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -43,6 +45,13 @@ def finish(output: Tensor, like: Tensor) -> Tensor:
 def find_cache(values: Any) -> Any | None:
     """The transformers cache among these values, whatever its argument is called."""
     return next((value for value in values if isinstance(value, Cache)), None)
+
+
+def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The positional arguments of a module's forward pass by their names, as far as it has names for them."""
+    parameters = signature(module.forward).parameters.values()
+    names = [each.name for each in takewhile(lambda each: each.kind is each.POSITIONAL_OR_KEYWORD, parameters)]
+    return dict(zip(names, args, strict=False))
 
 
 def device_of(module: nn.Module) -> torch.device:

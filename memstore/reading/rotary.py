@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from memstore.families import DecoderOnlyAdapter
+
+CHANGING = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of what is read
+FROZEN = "frozen"
 
 
 def _half_turn(x: Tensor) -> Tensor:
@@ -36,14 +41,63 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 DISTANCE = (
-    4096  # between query and keys, at most half the native window; at distance 0 near-by habits drown the content
+    4096  # between query and keys, at most half of what a layer sees; at distance 0 near-by habits drown the content
 )
 
 
-def turned(adapter: DecoderOnlyAdapter, query: Tensor, positions: Tensor) -> Tensor:
-    """The query [b, H, T, c], rotated to positions [b, T], as it asks keys that are not rotated: float32."""
-    cos, sin = adapter.rotary(query, positions)
-    plain = unrotate(query, cos, sin)
-    distance = min(DISTANCE, adapter.native_window // 2)
-    cos, sin = adapter.rotary(plain, torch.full_like(positions, distance))
-    return rotate(plain, cos, sin)
+def turned(adapter: DecoderOnlyAdapter, layer: int, query: Tensor, positions: Tensor) -> Tensor:
+    """The query [b, H, T, c] of a layer, rotated to positions [b, T], as it asks keys that are not rotated: float32."""
+    plain = unrotate(query, *adapter.rotary_at(layer, query, positions))
+    reach = min(adapter.native_window, adapter.sliding_window(layer) or adapter.native_window)
+    far = torch.full_like(positions, min(DISTANCE, reach // 2))
+    return rotate(plain, *adapter.rotary_at(layer, plain, far))
+
+
+def rope_types(rotary: nn.Module) -> dict[str, str]:
+    """The types of a rotary module's frequencies, by name: one named "", or one for each kind of layer."""
+    types = getattr(rotary, "rope_type", "default")
+    return dict(types) if isinstance(types, dict) else {"": str(types)}
+
+
+def is_changing(rope_type: str) -> bool:
+    """Whether such frequencies change with the length of what is read."""
+    return any(word in rope_type for word in CHANGING)
+
+
+def frequencies(rotary: nn.Module) -> Tensor:
+    """All frequencies of a rotary module [f], the frozen ones where they change, and the factors of its cos and sin
+    that are not 1. What it has read so far changes nothing of it."""
+    found: list[Tensor] = []
+    for name, rope_type in sorted(rope_types(rotary).items()):
+        found.append(getattr(rotary, _named(name, "original_inv_freq" if is_changing(rope_type) else "inv_freq")))
+        factor = float(getattr(rotary, _named(name, "attention_scaling"), 1.0))
+        found.append(found[-1].new_tensor([] if factor == 1 else [factor]))
+    return torch.cat(found)
+
+
+@contextmanager
+def frozen(rotary: nn.Module) -> Iterator[None]:
+    """Inside, frequencies of the types "dynamic" and "longrope" are those of the original window, whatever is read.
+
+    Stored keys were turned back by them, so they must be the same for every length, and whatever the model has read
+    before. Afterwards all is as it was.
+    """
+    types = rope_types(rotary)
+    changing = [name for name, rope_type in types.items() if is_changing(rope_type)]
+    before: dict[str, Any] = {"rope_type": getattr(rotary, "rope_type", None)}
+    for name in changing:
+        key = _named(name, "inv_freq")
+        before[key] = getattr(rotary, key)
+        setattr(rotary, key, getattr(rotary, _named(name, "original_inv_freq")).to(before[key].device))
+    if changing:
+        held = types | dict.fromkeys(changing, FROZEN)
+        cast(Any, rotary).rope_type = held if isinstance(before["rope_type"], dict) else FROZEN
+    try:
+        yield
+    finally:
+        for key, value in before.items() if changing else ():
+            setattr(rotary, key, value)
+
+
+def _named(name: str, what: str) -> str:
+    return f"{name}_{what}" if name else what

@@ -11,9 +11,12 @@ from memstore_adapters.bart import BartAdapter
 from memstore_adapters.bigbird_pegasus import BigBirdPegasusAdapter
 from memstore_adapters.encoder_decoder import ComposedAdapter
 from memstore_adapters.experts import NllbMoeAdapter, SwitchTransformersAdapter
+from memstore_adapters.gemma import GemmaAdapter
 from memstore_adapters.generic import GenericAdapter
+from memstore_adapters.gpt2 import GPT2Adapter
+from memstore_adapters.gpt_neox import GPTNeoXAdapter
 from memstore_adapters.led import LEDAdapter
-from memstore_adapters.llama import LlamaAdapter
+from memstore_adapters.llama import LlamaAdapter, SmolLM3Adapter
 from memstore_adapters.speech_to_text import Speech2TextAdapter
 from memstore_adapters.t5 import T5Adapter
 from memstore_adapters.t5gemma import T5GemmaAdapter
@@ -140,6 +143,30 @@ class TestQwen2(OfFamily):
 
 class TestQwen3(OfFamily):
     adapter, family = LlamaAdapter, "qwen3"
+
+
+class TestPhi3(OfFamily):
+    adapter, family = LlamaAdapter, "phi3-longrope"
+
+
+class TestSmolLM3(OfFamily):
+    adapter, family = SmolLM3Adapter, "smollm3"
+
+
+class TestGemma2(OfFamily):
+    adapter, family = GemmaAdapter, "gemma2"
+
+
+class TestGemma3(OfFamily):
+    adapter, family = GemmaAdapter, "gemma3_text"
+
+
+class TestGPTNeoX(OfFamily):
+    adapter, family = GPTNeoXAdapter, "gpt_neox"
+
+
+class TestGPT2(OfFamily):
+    adapter, family = GPT2Adapter, "gpt2"
 
 
 class TestWhisper(OfSound):
