@@ -123,7 +123,7 @@ def _blocks(
         last = group[-1].keep_stop == manifest.num_tokens
         while held >= manifest.block_tokens or (last and held):
             size = min(held, manifest.block_tokens)
-            joined = {part: torch.cat(pieces) for part, pieces in pending.items()}
+            joined = {part: torch.cat(pending.pop(part)) for part in list(pending)}
             block = {part: rows[:size] for part, rows in joined.items()}
             block |= adapter.summaries(block)
             yield {part: encoded(rows, manifest.parts[part]) for part, rows in block.items()}
@@ -166,7 +166,8 @@ def _encode_group(
 
 def _finite(rows: Tensor, spec: PartSpec, window: Window) -> Tensor:
     rows = rows.detach().to("cpu", torch.float32 if spec.is_coded else getattr(torch, spec.dtype))
-    if not (rows.abs() <= LARGEST if spec.is_coded else rows.isfinite()).all():
+    low, high = map(float, rows.aminmax())  # one pass; NaN if any of them is
+    if not max(-low, high) <= (LARGEST if spec.is_coded else torch.finfo(rows.dtype).max):
         raise EncodingError(
             f"The model gave NaN or infinite values for the window at token {window.start}, stored as {spec.dtype}. "
             'A wider dtype such as "float32" or "bfloat16" may hold them; else the model is at fault.'

@@ -121,7 +121,7 @@ class Manifest(BaseModel):
         return sum(
             (self.num_blocks - 1) * part.num_bytes(self.block_tokens)
             + part.num_bytes(self.tokens_of(self.num_blocks - 1))
-            + part.prefix.num_bytes(len(self.prefix_ids))
+            + (part.prefix.num_bytes(len(self.prefix_ids)) if part.every == 1 else 0)
             for part in self.parts.values()
         )
 
