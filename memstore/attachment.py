@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from memstore.interfaces import ModelAdapter
+    from memstore.reading.selection import Chosen
 
 TopK = int | Literal["all"] | None
 
@@ -106,6 +107,17 @@ class Attachment(Binding):
         if self._ledger is None:
             raise AttachError("Attach with explain=True to learn what was read.")
         return Provenance(self._ledger, heads, layers, beam_indices)
+
+    def selection(self) -> list[list[Chosen]]:
+        """The blocks that each row of the last prompt reads, with their scores: by layer, if layers have their own, and
+        in reading order. Of a row that reads its memories whole nothing was chosen, and its list is empty.
+
+        Raises AttachError for an encoder-decoder, which chooses anew at every step, and where nothing is attached.
+        """
+        raise AttachError(
+            f"{type(self.model).__name__} chooses anew what it reads for every token. Attach with explain=True and ask "
+            "provenance()."
+        )
 
     def _generated(self, inputs: dict[str, Any]) -> Any:
         """What ``model.generate`` returns. Which row each token of the answer was made in is noted, if it is asked."""
