@@ -16,11 +16,13 @@ from memstore.fingerprint import tokenizer_hash
 from memstore.inputs import check_words, given_inputs
 from memstore.memory import Memory
 from memstore.provenance import Fold, Provenance
+from memstore.reading.coverage import coverage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from memstore.interfaces import ModelAdapter
+    from memstore.reading.selection import Chosen
 
 TopK = int | Literal["all"] | None
 
@@ -106,6 +108,34 @@ class Attachment(Binding):
         if self._ledger is None:
             raise AttachError("Attach with explain=True to learn what was read.")
         return Provenance(self._ledger, heads, layers, beam_indices)
+
+    def selection(self) -> list[list[Chosen]]:
+        """The blocks that each row of the last prompt reads, with their scores: by layer, if layers have their own, and
+        in reading order. Of a row that reads its memories whole nothing was chosen, and its list is empty.
+
+        Raises AttachError for an encoder-decoder, which chooses anew at every step, and where nothing is attached.
+        """
+        raise AttachError(
+            f"{type(self.model).__name__} chooses anew what it reads for every token. Attach with explain=True and ask "
+            "provenance()."
+        )
+
+    def coverage(self, question: str, *, tokenizer: PreTrainedTokenizerBase) -> list[float]:
+        """How much of a question the memories of each row hold together at one place, 0 to 1: a low one tells that they
+        have no answer. It looks at words alone, runs no model, and may be asked before :meth:`generate`.
+
+        The share of the question's distinct tokens that the best two neighbouring blocks of 64 tokens hold, where each
+        token counts by its inverse document frequency. It tells whether the memories speak of what is asked, not
+        whether they answer it: `bench/README.md` has its ROC.
+
+        Raises FingerprintMismatchError for another tokenizer than the one a memory was written with, AttachError for
+        memories without token ids, and where nothing is attached.
+        """
+        self._check_entered()
+        check_words(question)
+        self._check_tokenizer(tokenizer)
+        asked = tokenizer(question, add_special_tokens=False)["input_ids"]
+        return [coverage(row, asked) for row in self.rows]
 
     def _generated(self, inputs: dict[str, Any]) -> Any:
         """What ``model.generate`` returns. Which row each token of the answer was made in is noted, if it is asked."""

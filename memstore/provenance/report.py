@@ -147,7 +147,8 @@ class Provenance(Sequence[Reading]):
         if any(moment.record.low is None for moment in self._moments):
             raise AttachError(
                 "A decoder-only model reads the spans chosen for its prompt, and scores nothing else while it does. "
-                "What share of all its attention a memory held is told by documents()."
+                "What share of all its attention a memory held is told by documents(); whether the memories speak of "
+                "what was asked, by attached.coverage(question, tokenizer=…)."
             )
         found = []
         bounds = [

@@ -73,7 +73,7 @@ class Chooser:
         scores = self.attachment.selector.score(question)
         by_run = scores.unbind(-2) if scores.dim() == 3 else scores[:, None].unbind(0)
         return [
-            self._reads(memories, run, [self._spans(memories, layer) for layer in layers])
+            self._reads(memories, run, [self._spans(memories, layer) for layer in layers], layers)
             for run, layers in zip(runs, by_run, strict=True)
         ]
 
@@ -82,8 +82,10 @@ class Chooser:
         lengths = [memory.num_tokens for memory in memories]
         return choose_spans(scores, lengths, blocks, span_width(scores, blocks))
 
-    def _reads(self, memories: Sequence[Memory], rows: slice, spans: Sequence[Sequence[Span]]) -> Reads:
-        """spans: those of every layer, or one list for all of them."""
+    def _reads(
+        self, memories: Sequence[Memory], rows: slice, spans: Sequence[Sequence[Span]], scores: Tensor | None = None
+    ) -> Reads:
+        """spans: those of every layer, or one list for all of them, by scores [len(spans), blocks]."""
         room = sink_of(memories)[1] + self.attachment.blocks * BLOCK
         depth = len(self.adapter.self_attentions)
 
@@ -91,5 +93,5 @@ class Chooser:
             return load_excerpt(self.adapter, memories, self.attachment.open_memory, of, room, self.own.device, layers)
 
         if len(spans) == 1:
-            return Reads(rows, [load(spans[0], range(depth))] * depth, room)
-        return Reads(rows, [load(of, [layer]) for layer, of in enumerate(spans)], room)
+            return Reads(rows, [load(spans[0], range(depth))] * depth, room, scores)
+        return Reads(rows, [load(of, [layer]) for layer, of in enumerate(spans)], room, scores)

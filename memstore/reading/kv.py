@@ -27,7 +27,7 @@ from memstore.reading.excerpt import load_excerpt, sink_ids, sink_of
 from memstore.reading.masks import leading, own_mask, own_positions, padding_mask
 from memstore.reading.passes import checked_layers, device_of, find_cache, finish
 from memstore.reading.reads import Reads
-from memstore.reading.selection import BLOCK, Span, num_blocks
+from memstore.reading.selection import BLOCK, Chosen, Span, num_blocks
 from memstore.reading.selectors import BlockSelector, chosen_selector
 
 if TYPE_CHECKING:
@@ -94,6 +94,10 @@ class KvAttachment(Attachment):
         self._context = Context([], torch.empty(0, 0))
         self._positions = torch.empty(0, 0)
         self._seen = 0
+
+    def selection(self) -> list[list[Chosen]]:
+        self._check_entered()
+        return [reads.chosen() for reads in self._context.reads for _ in range(reads.rows.start, reads.rows.stop)]
 
     def _reads_whole(self, row: Sequence[Memory]) -> bool:
         single_window = len(row) == 1 and row[0].num_tokens <= row[0].manifest.rule.window

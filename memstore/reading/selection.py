@@ -24,6 +24,17 @@ class Span(NamedTuple):
     stop: int
 
 
+class Chosen(NamedTuple):
+    """A block that is read for a prompt, and its score by the selector: little for one that only stands beside a better
+    one. layer: the layer that reads it; None where all read the same."""
+
+    document: str
+    start_token: int
+    end_token: int
+    score: float
+    layer: int | None
+
+
 def num_blocks(num_tokens: int) -> int:
     """Blocks of a memory; the last one may be shorter."""
     return -(-num_tokens // BLOCK)

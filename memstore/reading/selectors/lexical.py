@@ -41,20 +41,32 @@ class Postings:
         return self.blocks[start:stop], self.counts[start:stop]
 
 
+_kept: WeakKeyDictionary[Memory, Postings] = WeakKeyDictionary()
+
+
+def postings(memory: Memory) -> Postings:
+    """Those of a memory with token ids, made once."""
+    if memory not in _kept:
+        assert memory.token_ids is not None
+        _kept[memory] = Postings(memory.token_ids)
+    return _kept[memory]
+
+
+def rarity(blocks: int, holding: int) -> float:
+    """The inverse document frequency of a token that ``holding`` of all blocks hold; never negative."""
+    return float(np.log1p((blocks - holding + 0.5) / (holding + 0.5)))
+
+
 class Lexical(BlockSelector):
     """A block's score is its BM25 for the asking tokens. Raises AttachError for memories without token ids."""
 
     needs_queries: ClassVar[bool] = False
 
-    def __init__(self) -> None:
-        self._postings: WeakKeyDictionary[Memory, Postings] = WeakKeyDictionary()
-
     def prepare(self, opened: Sequence[OpenMemory]) -> None:
         for memory in (each.memory for each in opened):
             if memory.token_ids is None:
                 raise AttachError(f'Memory {memory.name!r} has no token ids to compare. Choose selector="scouting".')
-            if memory not in self._postings:
-                self._postings[memory] = Postings(memory.token_ids)
+            postings(memory)
 
     def score(self, question: Question) -> Tensor:
         if question.token_ids is None:
@@ -63,14 +75,14 @@ class Lexical(BlockSelector):
         return torch.stack([self._row(question, Counter(ids[asks].tolist())) for ids, asks in rows])
 
     def _row(self, question: Question, asked: Counter[int]) -> Tensor:
-        postings = [self._postings[memory] for memory in question.memories]
-        lengths = np.concatenate([each.lengths for each in postings])
+        of_each = [postings(memory) for memory in question.memories]
+        lengths = np.concatenate([each.lengths for each in of_each])
         starts = np.cumsum([0, *(num_blocks(memory.num_tokens) for memory in question.memories)])
         scores, norm = np.zeros(len(lengths)), K1 * (1 - B + B * lengths / lengths.mean())
         for token, times in asked.items():
-            found = [each.of(token) for each in postings]
+            found = [each.of(token) for each in of_each]
             blocks = np.concatenate([own + start for (own, _), start in zip(found, starts, strict=False)])
             counts = np.concatenate([own for _, own in found])
-            rarity = np.log1p((len(lengths) - len(blocks) + 0.5) / (len(blocks) + 0.5))
-            scores[blocks] += times * rarity * counts * (K1 + 1) / (counts + norm[blocks])
+            weight = times * rarity(len(lengths), len(blocks))
+            scores[blocks] += weight * counts * (K1 + 1) / (counts + norm[blocks])
         return torch.from_numpy(scores).to(question.asks.device, torch.float32)
