@@ -152,9 +152,35 @@ def attach_table(rows: list[Row]) -> Iterator[str]:
         yield f"| {row['tokens']:,} | {' | '.join(cells)} |"
 
 
+def coding_table(result: Row) -> Iterator[str]:
+    """What each dtype costs, as the mean over the books; of the loss also the worst."""
+    yield "| stored as | bytes a number | loss | the most of any book | KL, nats | logits | same token |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        books = row["books"].values()
+        mean = {key: sum(book[key] for book in books) / len(books) for key in next(iter(books))}
+        worst = max((book["loss_change"] for book in books), key=abs)
+        yield (
+            f"| {row['dtype']} | {row['bytes_a_value']:.3f} | {mean['loss_change']:+.3%} | {worst:+.3%} "
+            f"| {mean['kl']:.1e} | {mean['logit_error']:.3f} | {mean['same_token']:.1%} |"
+        )
+
+
+def encode_table(result: Row) -> Iterator[str]:
+    """What encoding takes beside the bare forward passes."""
+    yield "| stored as | CPU s | ÷ bare | s | ÷ bare | bytes a number |"
+    yield "|---|---|---|---|---|---|"
+    for name, row in result["ways"].items():
+        size = f"{row['bytes_a_value']:.2f}" if "bytes_a_value" in row else ""
+        figures = f"{row['cpu_s']:.1f} | {row['cpu_ratio']:.2f} | {row['wall_s']:.1f} | {row['wall_ratio']:.2f}"
+        yield f"| {'nothing: bare' if name == 'bare' else name} | {figures} | {size} |"
+
+
 def tables() -> list[str]:
     decode = json.loads((RESULTS / "decode.json").read_text())
     return [
+        "\n".join(coding_table(json.loads((RESULTS / "coding.json").read_text()))),
+        "\n".join(encode_table(json.loads((RESULTS / "encode.json").read_text()))),
         "\n".join(index_table(load())),
         "\n".join(reading_table(json.loads((RESULTS / "reading.json").read_text()))),
         "\n".join(reader_table(load_reader())),
