@@ -6,8 +6,8 @@
 
 SmolLM2-135M-Instruct has each book in a memory; all of them are attached together. `bench/questions.json` has the
 questions, their verses and what is accepted as an answer, and was written before any of them was asked. An answer is
-right if it contains an accepted one as words of their own. Each is asked, greedily and through the chat template, in five
-ways:
+right if it contains an accepted one as words of their own. Each question is asked in five ways, greedily and through
+the chat template:
 
 - ``memory``: nothing but the question in the prompt, and a budget of tokens that are read from the memories;
 - ``nothing``: the plain model, which may know or guess;
@@ -33,13 +33,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts the cores
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, StoppingCriteria  # noqa: E402
 
 import memstore  # noqa: E402
 from memstore import assets  # noqa: E402
@@ -53,6 +54,8 @@ SETS = ("development", "held-out")
 CHUNK = 64
 NEW_TOKENS = 24
 QUICK_BOOKS = ("Esther", "Daniel")
+
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 Json = dict[str, Any]
 
@@ -155,10 +158,8 @@ class Clock(StoppingCriteria):
 class Reader:
     """The model, and the books as tokens."""
 
-    def __init__(self, dtype: str, names: Sequence[str]) -> None:
-        path = assets.smollm2()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    def __init__(self, model: Any, tokenizer: Any, names: Sequence[str]) -> None:
+        self.model, self.tokenizer = model, tokenizer
         self.frame = chat_frame(self.tokenizer)
         self.between = self.ids(BETWEEN)
         encoded = {name: self.tokenizer(assets.book_text(name)[0], return_offsets_mapping=True) for name in names}
@@ -208,7 +209,7 @@ class Reader:
 
     def answer(self, ids: Sequence[int], clock: Clock, cache: Any = None) -> str:
         given = torch.tensor([ids])
-        known = {} if cache is None else {"past_key_values": cache}
+        known = {} if cache is None else {CACHE: cache}
         out = self.model.generate(
             given,
             attention_mask=torch.ones_like(given),
@@ -220,9 +221,8 @@ class Reader:
         return str(self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
 
 
-def library(reader: Reader, dtype: str, stored: str) -> memstore.store.MemoryStore:
-    """The store of all books, each a memory; books that it lacks are read, and an interrupted one from where it was."""
-    store = memstore.open(assets.cache_dir() / "bench" / f"questions-{dtype}-{stored}")
+def read_books(reader: Reader, store: Any, stored: str) -> list[Any]:
+    """The memories of all books: those that the store lacks are read, and an interrupted one from where it was."""
     for book in reader.books:
         began, text = time.perf_counter(), assets.book_text(book)[0]
         known = book in store
@@ -234,7 +234,7 @@ def library(reader: Reader, dtype: str, stored: str) -> memstore.store.MemorySto
             store.encode(reader.model, reader.tokenizer, text, name=book, dtype=stored)
         if not known:
             print(f"{book}: {store[book].num_tokens:,} tokens read in {time.perf_counter() - began:.0f} s", flush=True)
-    return store
+    return [store[book] for book in reader.books]
 
 
 class Asked(NamedTuple):
@@ -299,7 +299,7 @@ class First:
             read.append((book, 0, max(0, min(len(ids), left))))
             left -= len(ids) + len(reader.between)
         prefill = Clock()
-        cache = reader.model(torch.tensor([head]), use_cache=True, logits_to_keep=1).past_key_values
+        cache = reader.model(torch.tensor([head]), use_cache=True, logits_to_keep=1)[CACHE]
         seconds = prefill.now()
         for question in wanted:
             mine, clock = copy.deepcopy(cache), Clock(seconds)
@@ -350,6 +350,17 @@ def judged(reader: Reader, question: Question, asked: Asked) -> Json:
     }
 
 
+def ways(reader: Reader, memories: Sequence[Any], budget: int, **options: Any) -> dict[str, Any]:
+    """What gives answers to questions, by name. options: further ones of ``memstore.attach``."""
+    return {
+        "memory": Memories(reader, memories, budget=budget, **options),
+        "nothing": Nothing(reader),
+        "first": First(reader),
+        "chunks": Pasted(reader, budget),
+        "verse": Given(reader, budget),
+    }
+
+
 NAMES = ("memory", "nothing", "first", "chunks", "verse")
 
 
@@ -371,7 +382,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    reader = Reader(args.dtype, QUICK_BOOKS if args.quick else books())
+    path = assets.smollm2()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
+    reader = Reader(model, AutoTokenizer.from_pretrained(path), QUICK_BOOKS if args.quick else books())
     result: Json = {
         "model": "SmolLM2-135M-Instruct",
         "threads": torch.get_num_threads(),
@@ -382,19 +395,13 @@ def main() -> None:
         "books": {book: len(ids) for book, ids in reader.books.items()},
         "questions": [each._asdict() | {"ways": {}} for each in wanted(args)],
     }
-    options = {"budget": args.budget} | ({} if args.selector is None else {"selector": args.selector})
+    options = {} if args.selector is None else {"selector": args.selector}
     out = args.out or (None if args.quick else RESULT)
-    with library(reader, args.dtype, args.stored) as store:
-        ways = {
-            "memory": Memories(reader, [store[book] for book in reader.books], **options),
-            "nothing": Nothing(reader),
-            "first": First(reader),
-            "chunks": Pasted(reader, args.budget),
-            "verse": Given(reader, args.budget),
-        }
+    with memstore.open(assets.cache_dir() / "bench" / f"questions-{args.dtype}-{args.stored}") as store:
+        each_way = ways(reader, read_books(reader, store, args.stored), args.budget, **options)
         for name in args.ways:
             rows = result["questions"]
-            for question, row, asked in zip(wanted(args), rows, ways[name](wanted(args)), strict=True):
+            for question, row, asked in zip(wanted(args), rows, each_way[name](wanted(args)), strict=True):
                 row["ways"][name] = judged(reader, question, asked)
                 print(name, question.text, question.answers[0], row["ways"][name], flush=True)
             if out is not None:
