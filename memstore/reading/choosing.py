@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from memstore.errors import AttachError
 from memstore.memory import Memory
 from memstore.reading.excerpt import load_excerpt, sink_of
 from memstore.reading.masks import equal_prompts
 from memstore.reading.reads import Reads
 from memstore.reading.rotary import turned
 from memstore.reading.selection import BLOCK, Span, choose_spans, span_width
-from memstore.reading.selectors import Question
+from memstore.reading.selectors import BlockSelector, Question
 
 if TYPE_CHECKING:
     from memstore.reading.kv import KvAttachment
@@ -66,11 +67,12 @@ class Chooser:
             self.adapter,
             memories,
             [self.attachment.open_memory(memory) for memory in memories],
+            sorted(self.attachment.layers),
             self._asks[firsts],
             None if ids is None else ids[firsts][:, self._columns],
             {layer: query[firsts] for layer, query in self._queries.items()},
         )
-        scores = self.attachment.selector.score(question)
+        scores = checked_scores(self.attachment.selector, question)
         by_run = scores.unbind(-2) if scores.dim() == 3 else scores[:, None].unbind(0)
         return [
             self._reads(memories, run, [self._spans(memories, layer) for layer in layers])
@@ -83,7 +85,7 @@ class Chooser:
         return choose_spans(scores, lengths, blocks, span_width(scores, blocks))
 
     def _reads(self, memories: Sequence[Memory], rows: slice, spans: Sequence[Sequence[Span]]) -> Reads:
-        """spans: those of every layer, or one list for all of them."""
+        """spans: those of every layer that reads, or one list for all layers."""
         room = sink_of(memories)[1] + self.attachment.blocks * BLOCK
         depth = len(self.adapter.self_attentions)
 
@@ -92,4 +94,20 @@ class Chooser:
 
         if len(spans) == 1:
             return Reads(rows, [load(spans[0], range(depth))] * depth, room)
-        return Reads(rows, [load(of, [layer]) for layer, of in enumerate(spans)], room)
+        own = dict(zip(sorted(self.attachment.layers), spans, strict=True))
+        nothing = load([], [])  # stands for layers that do not read
+        return Reads(rows, [load(own[i], [i]) if i in own else nothing for i in range(depth)], room)
+
+
+def checked_scores(selector: BlockSelector, question: Question) -> Tensor:
+    """What the selector answers. Raises AttachError for other shapes than it should have, and for NaN."""
+    scores: Any = selector.score(question)
+    due = (len(question.asks), question.num_blocks)
+    shapes = due, (len(question.layers), *due)
+    name = type(selector).__name__
+    if not isinstance(scores, Tensor) or tuple(scores.shape) not in shapes:
+        given = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise AttachError(f"{name}.score returned {given}; due are scores {list(due)}, or {list(shapes[1])} by layer.")
+    if scores.isnan().any():
+        raise AttachError(f"{name}.score returned NaN, which no block can be ranked by.")
+    return scores

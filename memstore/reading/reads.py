@@ -41,4 +41,5 @@ class Reads:
         if own is self.layout:
             return sums
         places = [self.layout.place(run.document, run.first + i) for run in own.runs for i in range(run.size)]
-        return sums.new_zeros(*sums.shape[:-1], self.layout.size).index_copy_(-1, torch.tensor(places), sums)
+        wide = sums.new_zeros(*sums.shape[:-1], self.layout.size)
+        return wide.index_copy_(-1, torch.tensor(places, device=sums.device), sums)
