@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import memstore
 from memstore.errors import AttachError
+from memstore.reading import choosing
 from memstore.reading.selection import BLOCK, bounds, num_blocks
 from memstore.reading.selectors import SELECTORS, BlockSelector, Question, chosen_selector, scouting
 from memstore.reading.selectors.by_index import ByIndex
@@ -261,6 +262,39 @@ def test_rows_with_equal_and_other_prompts_and_memories(llama: Any, memories: li
         assert (together[row] - alone[0]).abs().max() < 1e-5
 
 
+class Hears(BlockSelector):
+    """Keeps what it is asked, and speaks for nothing."""
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+
+    def score(self, question: Question) -> torch.Tensor:
+        self.questions.append(question)
+        return torch.zeros(len(question.asks), question.num_blocks)
+
+
+def test_of_a_long_prompt_the_end_asks(llama: Any, memories: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last tokens ask, and the pass begins as many before them; padding before the prompt changes nothing."""
+    prompt, hears = words(60, 5), Hears()
+    padded = torch.cat((torch.full((7,), 257), prompt))[None]
+    passes: list[int] = []
+    hook = llama.model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with memstore.attach(llama, *memories, selector=hears, budget=128), torch.no_grad():
+        llama(input_ids=prompt[None])
+        monkeypatch.setattr(choosing, "ASKING", 10)
+        llama(input_ids=prompt[None])
+        llama(input_ids=padded, attention_mask=(torch.arange(67) >= 7).long()[None])
+    hook.remove()
+    assert passes == [60, 60, 20, 60, 20, 67] or passes == [60, 60, 60, 20, 67, 20]
+    whole, end, behind_padding = hears.questions
+    assert int(whole.asks.sum()) == 60 and int(end.asks.sum()) == int(behind_padding.asks.sum()) == 10
+    assert end.token_ids is not None and end.token_ids[0].tolist() == prompt[-10:].tolist()
+    assert (end.queries[0] - whole.queries[0][:, :, -10:]).abs().max() < 1e-4  # the first layer looks at no other token
+    assert all((end.queries[i] - behind_padding.queries[i]).abs().max() < 1e-4 for i in (0, 1))
+
+
 class Wrong(BlockSelector):
     """Answers with whatever it is given."""
 
@@ -269,7 +303,7 @@ class Wrong(BlockSelector):
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    def score(self, question: Question) -> torch.Tensor:
+    def score(self, question: Question) -> Any:
         return self.answer
 
 

@@ -1,7 +1,7 @@
 """Choosing what a prompt reads of memories that are too long to be read whole.
 
-One pass over the prompt behind the sink, with no memory, tells what every layer asks; a selector scores the blocks, and
-the best grow into spans.
+One pass over the prompt's end behind the sink, with no memory, tells what every layer asks; a selector scores the
+blocks, and the best grow into spans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memstore.reading.selectors import BlockSelector, Question
 if TYPE_CHECKING:
     from memstore.reading.kv import KvAttachment
 
-ASKING = 512  # of a longer prompt, the last tokens that ask: a question stands at the end
+ASKING = 256  # of a longer prompt, the last tokens that ask: a question stands at the end, and is read behind as many
 
 
 class Chooser:
@@ -39,15 +39,16 @@ class Chooser:
         asks &= asks.flip(1).cumsum(1).flip(1) <= ASKING
         self._columns = asks.any(0).nonzero().flatten()
         self._asks = asks[:, self._columns]
+        first = int(self._columns[0]) if len(self._columns) else own.shape[1]
+        self.start = max(0, first - ASKING)  # the first token of the pass
         self._queries: dict[int, Tensor] = {}
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Of the model's pass over the prompt."""
-        inputs: dict[str, Any] = {
-            key: self._kwargs[key] for key in ("input_ids", "inputs_embeds") if key in self._kwargs
-        }
-        return inputs | {"attention_mask": (~self._padding).long()}
+        given = {key: self._kwargs.get(key) for key in ("input_ids", "inputs_embeds")}
+        inputs: dict[str, Any] = {key: tensor[:, self.start :] for key, tensor in given.items() if tensor is not None}
+        return inputs | {"attention_mask": (~self._padding[:, self.start :]).long()}
 
     def before(self, memories: Sequence[Memory], rows: slice) -> Reads:
         """What these rows read in that pass: the sink alone, so far before the prompt as it is going to stand."""
@@ -55,8 +56,8 @@ class Chooser:
 
     def hear(self, layer: int, query: Tensor, positions: Tensor, scaling: float) -> None:
         """Note what a layer asks in that pass: query [B, H, T, c], rotated to positions [B, T]."""
-        asking = query[:, :, self._columns]
-        self._queries[layer] = turned(self.adapter, asking, positions[:, self._columns]) * scaling
+        columns = self._columns - self.start
+        self._queries[layer] = turned(self.adapter, query[:, :, columns], positions[:, columns]) * scaling
 
     def choose(self, memories: Sequence[Memory], rows: slice) -> list[Reads]:
         """What these rows read, which have the same memories: rows of equal prompts together."""

@@ -104,12 +104,14 @@ def shares(scores: Iterator[Tensor], sink: Tensor) -> Tensor:
 
 def _chunks(query: Tensor, n: int) -> Sequence[Tensor]:
     """Queries [H, T, c] in pieces of some tokens, so that few scores of n keys are held at once."""
-    return query.split(max(1, SCORES // (len(query) * n)), dim=1)
+    chunks: Sequence[Tensor] = query.split(max(1, SCORES // (len(query) * n)), dim=1)
+    return chunks
 
 
 def _by_group(query: Tensor, groups: int) -> Tensor:
     """[H, t, c] -> [G, H/G · t, c]: the heads of one group stand together."""
-    return query.unflatten(0, (groups, -1)).flatten(1, 2)
+    grouped: Tensor = query.unflatten(0, (groups, -1)).flatten(1, 2)
+    return grouped
 
 
 def _bounds(question: Question, layer: int, device: torch.device) -> Tensor:
