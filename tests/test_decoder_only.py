@@ -141,7 +141,7 @@ def test_a_query_for_which_nothing_is_found_does_not_spoil_the_others():
     for index, of_head in zip(selector._indexes[opened].values(), keys, strict=True):
         index.build([of_head])
     asks = torch.ones(1, 5, dtype=torch.bool)
-    scores = selector.score(Question(adapter, [memory], [opened], asks, None, queries))
+    scores = selector.score(Question(adapter, [memory], [opened], [0], asks, None, queries))
     every = torch.stack([queries[0][0, h] @ keys[h // 3].T for h in range(6)])  # [H, T, n]
     best = torch.stack([block.amax(-1) for block in every.split(64, dim=-1)], dim=-1).softmax(-1)
     best[[0, 3], 0] = 0  # the first query of each index is the blind one

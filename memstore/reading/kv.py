@@ -202,9 +202,10 @@ class KvAttachment(Attachment):
         return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
 
     def _pass_over(self, chooser: Chooser, reads: list[Reads]) -> None:
-        """Let the chooser hear what the prompt asks at every layer, before anything is chosen."""
-        self._context = Context(sorted(reads, key=lambda each: each.rows.start), chooser.repeated)
-        self._positions, self._seen = chooser.own + self._context.shift(), chooser.own.shape[1]
+        """Let the chooser hear what the prompt's end asks at every layer, before anything is chosen."""
+        reads, start = sorted(reads, key=lambda each: each.rows.start), chooser.start
+        self._positions = (chooser.own + Context(reads, chooser.repeated).shift())[:, start:]
+        self._context, self._seen = Context(reads, chooser.repeated[:, start:]), self._positions.shape[1]
         self._chooser = chooser
         try:
             with torch.no_grad():

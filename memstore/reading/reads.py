@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,14 +19,14 @@ from memstore.reading.selection import BLOCK, Chosen, num_blocks
 class Reads:
     """The excerpts of these rows, layer by layer. room: the position of the first own token behind them.
 
-    scores: those that the spans were chosen by, of the blocks of all memories one after another: [1, blocks] for all
-    layers or [layers, blocks]; None where nothing was chosen.
+    scores: those that the spans were chosen by [blocks], of the blocks of all memories one after another, by the layer
+    that reads them, or None for all layers; None where nothing was chosen.
     """
 
     rows: slice
     excerpts: Sequence[Excerpt]
     room: int
-    scores: Tensor | None = None
+    scores: Mapping[int | None, Tensor] | None = None
 
     def chosen(self) -> list[Chosen]:
         """The blocks that are read, by layer and in reading order; none where everything is."""
@@ -35,13 +35,12 @@ class Reads:
         memories = self.excerpts[0].memories
         firsts = list(accumulate((num_blocks(memory.num_tokens) for memory in memories), initial=0))
         found = []
-        for layer, scores in enumerate(self.scores.tolist()):
-            for span in self.excerpts[layer].spans:
+        for layer, scores in self.scores.items():
+            for span in self.excerpts[layer or 0].spans:
                 name = memories[span.memory].name
                 for start in range(span.start, span.stop, BLOCK):
-                    score = scores[firsts[span.memory] + start // BLOCK]
-                    reader = None if len(self.scores) == 1 else layer
-                    found.append(Chosen(name, start, min(start + BLOCK, span.stop), score, reader))
+                    score = float(scores[firsts[span.memory] + start // BLOCK])
+                    found.append(Chosen(name, start, min(start + BLOCK, span.stop), score, layer))
         return found
 
     @cached_property
@@ -64,6 +63,5 @@ class Reads:
         if own is self.layout:
             return sums
         places = [self.layout.place(run.document, run.first + i) for run in own.runs for i in range(run.size)]
-        return sums.new_zeros(*sums.shape[:-1], self.layout.size).index_copy_(
-            -1, torch.tensor(places, device=sums.device), sums
-        )
+        wide = sums.new_zeros(*sums.shape[:-1], self.layout.size)
+        return wide.index_copy_(-1, torch.tensor(places, device=sums.device), sums)

@@ -13,8 +13,10 @@ from memstore.interfaces import VectorIndex
 from memstore.memory import OpenMemory
 from memstore.reading.selection import BLOCK
 from memstore.reading.selectors.interface import BlockSelector, Question
-from memstore.reading.selectors.scouting import QUERIES, for_each_row, shares, sink_scores
+from memstore.reading.selectors.scouting import for_each_row, shares, sink_scores
 from memstore.slots import slot_name
+
+QUERIES = 64  # prompt tokens scored at once
 
 
 class ByIndex(BlockSelector):
@@ -39,18 +41,16 @@ class ByIndex(BlockSelector):
         )
 
     def _best(self, question: Question, layer: int, query: Tensor) -> Iterator[Tensor]:
-        """[H, t, blocks]: the best score that the indexes found in each block for queries [H, t, c]."""
+        """The best score that the indexes found in each block for queries [H, t, c], some tokens at a time: [H, t,
+        blocks + 1], with room for the sink."""
         groups = question.adapter.num_kv_heads
         for chunk in query.split(QUERIES, dim=1):
             folded = chunk.unflatten(0, (groups, -1)).flatten(1, 2)
-            found = [
-                torch.cat(
-                    [
-                        self._indexes[opened][slot_name(layer, g)].block_maxima(folded[g], BLOCK)
-                        for opened in question.opened
-                    ],
-                    dim=1,
-                )
-                for g in range(groups)
-            ]
-            yield torch.stack(found).view(len(chunk), chunk.shape[1], -1)
+            found = torch.stack(
+                [torch.cat([*self._maxima(question, slot_name(layer, g), folded[g])], 1) for g in range(groups)]
+            )
+            yield torch.nn.functional.pad(found.view(len(chunk), chunk.shape[1], -1), (0, 1))
+
+    def _maxima(self, question: Question, slot: str, queries: Tensor) -> Iterator[Tensor]:
+        for opened in question.opened:
+            yield self._indexes[opened][slot].block_maxima(queries, BLOCK)

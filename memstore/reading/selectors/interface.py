@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 class Question:
     """What some rows of a batch, which have the same memories, ask of them.
 
-    asks: [b, T] boolean, the tokens that count: no padding, no template header, and of a long prompt the last ones.
-    token_ids: [b, T], None where the model was given embeddings. queries: {layer: [b, H, T, c]} float32, times the
-    attention's scaling, as they ask keys that are not rotated; empty for a selector that does not need them.
+    layers: those that read memories, ascending. asks: [b, T] boolean, the tokens that count: no padding, no template
+    header, and of a long prompt the last ones. token_ids: [b, T], None where the model was given embeddings. queries:
+    {layer: [b, H, T, c]} float32, times the attention's scaling, as they ask keys that are not rotated; empty for a
+    selector that does not need them.
     """
 
     adapter: DecoderOnlyAdapter
     memories: Sequence[Memory]
     opened: Sequence[OpenMemory]
+    layers: Sequence[int]
     asks: Tensor
     token_ids: Tensor | None
     queries: Mapping[int, Tensor]
@@ -51,7 +53,7 @@ class BlockSelector(ABC):
     @abstractmethod
     def score(self, question: Question) -> Tensor:
         """Scores, at least 0, of the blocks of all memories one after another, [b, blocks]; or [layers, b, blocks]
-        where every layer is to read blocks of its own.
+        where every layer that reads is to have blocks of its own.
 
         The best blocks are read with their surroundings. A score of 0 is that of a block which nothing speaks for.
         """

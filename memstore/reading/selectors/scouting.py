@@ -6,7 +6,7 @@ block are scored first (Quest, Tang et al. 2024, bounds keys in this way), exact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from memstore.reading.excerpt import sink_of
 from memstore.reading.selection import BLOCK, num_blocks
 from memstore.reading.selectors.interface import BlockSelector, Question
 
-QUERIES = 256  # prompt tokens scored at once
+SCORES = 1 << 20  # scores held at once, which the cache of a core holds
 CANDIDATES = 256  # blocks whose keys are read
+LOWEST = -1e30  # the score of a sink where there is none: finite, so that a query that finds nothing gives no NaN
 
 
 class Scouting(BlockSelector):
@@ -58,75 +59,88 @@ def _scored(question: Question, queries: dict[int, Tensor]) -> Tensor:
 
 
 def bound_scores(question: Question, layer: int, query: Tensor) -> Iterator[Tensor]:
-    """No key of a block can score more than these, [H, t, blocks], for queries [H, t, c], some tokens at a time.
+    """No key of a block can score more than these, for queries [H, t, c], some tokens at a time: [H, t, blocks + 1],
+    with room for the sink.
 
     q k is the sum over channels of q_c k_c, and k_c lies between the least and the largest number of that channel.
     """
-    least, most = _bounds(question, layer, query.device)
-    for chunk in query.split(QUERIES, dim=1):
-        folded = chunk.unflatten(0, (len(least), -1)).flatten(1, 2)  # heads of one group stand together: [G, H/G·t, c]
-        scores = folded.clamp_min(0) @ most
-        scores.baddbmm_(folded.clamp_max(0), least)
+    bounds = _bounds(question, layer, query.device)
+    for chunk in _chunks(query, bounds.shape[1]):
+        folded = _by_group(chunk, len(bounds))
+        scores = torch.cat((folded.clamp_max(0), folded.clamp_min(0)), dim=-1) @ bounds.transpose(1, 2)
         yield scores.view(len(chunk), chunk.shape[1], -1)
 
 
 def key_scores(question: Question, layer: int, query: Tensor, blocks: Tensor) -> Iterator[Tensor]:
-    """The best score of a key of each of these blocks [n], ascending: [H, t, n] for queries [H, t, c], some tokens at a
-    time."""
-    keys = _keys(question, layer, blocks.tolist(), query.device)  # [n, 64, G, c]; a short block is filled up
-    keys = keys.permute(2, 3, 0, 1).flatten(2)
-    for chunk in query.split(QUERIES, dim=1):
-        folded = chunk.unflatten(0, (len(keys), -1)).flatten(1, 2)
-        best = (folded @ keys).unflatten(-1, (-1, BLOCK)).amax(-1)
-        yield best.view(len(chunk), chunk.shape[1], -1)
+    """The best score of a key of each of these blocks [n], ascending, for queries [H, t, c], some tokens at a time:
+    [H, t, n + 1], with room for the sink."""
+    keys = _keys(question, layer, blocks.tolist(), query.device)  # [G, 64 n, c]
+    for chunk in _chunks(query, keys.shape[1]):
+        scores = _by_group(chunk, len(keys)) @ keys.transpose(1, 2)
+        best = scores.unflatten(-1, (-1, BLOCK)).amax(-1).view(len(chunk), chunk.shape[1], -1)
+        yield torch.nn.functional.pad(best, (0, 1))
 
 
-def sink_scores(question: Question, layer: int, query: Tensor) -> Tensor | None:
-    """Scores [H, T, n] of the tokens of the sink, where a head looks that finds nothing; None if there is none."""
+def sink_scores(question: Question, layer: int, query: Tensor) -> Tensor:
+    """[H, T]: the best score of a token of the sink, where a head looks that finds nothing."""
     owner, length = sink_of(question.memories)
     if not length:
-        return None
+        return query.new_full(query.shape[:2], LOWEST)
     keys = question.opened[owner].prefix(f"keys.{layer}").to(query.device, torch.float32).permute(1, 2, 0)
-    scores: Tensor = query.unflatten(0, (len(keys), -1)).flatten(1, 2) @ keys
-    return scores.view(*query.shape[:2], -1)
+    return (_by_group(query, len(keys)) @ keys).amax(-1).view(query.shape[:2])
 
 
-def shares(scores: Iterator[Tensor], sink: Tensor | None) -> Tensor:
-    """[blocks]: the largest share that a block has of any query, of scores [H, t, blocks] and sink [H, T, n]."""
-    best: Tensor | None = None
+def shares(scores: Iterator[Tensor], sink: Tensor) -> Tensor:
+    """[blocks]: the largest share that a block has of any query, of scores [H, t, blocks + 1], whose last one is made
+    that of the sink [H, T]. A block in which an index found nothing, -inf, has none."""
+    best: list[Tensor] = []
     start = 0
     for part in scores:
-        if sink is None:
-            each = part.softmax(-1)
-        else:
-            own = sink[:, start : start + part.shape[1]].amax(-1, keepdim=True)
-            each = torch.cat((part, own), dim=-1).softmax(-1)[..., :-1]
+        part[..., -1] = sink[:, start : start + part.shape[1]]
         start += part.shape[1]
-        # An index may find nothing in a block, or, without a sink, nothing at all.
-        highest = each.masked_fill(part == -torch.inf, 0).amax((0, 1))
-        best = highest if best is None else torch.maximum(best, highest)
-    assert best is not None
-    return best
+        best.append(part.softmax(-1).flatten(0, 1).amax(0)[:-1])
+    return torch.stack(best).amax(0)
 
 
-def _bounds(question: Question, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[G, c, blocks] each: the least and the largest number in every channel of all blocks."""
-    part = f"bounds.{layer}"
-    pieces = [block for opened in question.opened for block in opened.blocks(part)]
-    both = torch.cat([piece.to(device, torch.float32) for piece in pieces]).permute(1, 2, 3, 0)
-    return both[0].contiguous(), both[1].contiguous()
+def _chunks(query: Tensor, n: int) -> Sequence[Tensor]:
+    """Queries [H, T, c] in pieces of some tokens, so that few scores of n keys are held at once."""
+    chunks: Sequence[Tensor] = query.split(max(1, SCORES // (len(query) * n)), dim=1)
+    return chunks
+
+
+def _by_group(query: Tensor, groups: int) -> Tensor:
+    """[H, t, c] -> [G, H/G · t, c]: the heads of one group stand together."""
+    grouped: Tensor = query.unflatten(0, (groups, -1)).flatten(1, 2)
+    return grouped
+
+
+def _bounds(question: Question, layer: int, device: torch.device) -> Tensor:
+    """[G, blocks + 1, 2 c] float32: the least and then the largest number of every channel; the last row is zero."""
+    kept = torch.cat([block for opened in question.opened for block in opened.blocks(f"bounds.{layer}")])
+    n, _, groups, width = kept.shape
+    bounds = torch.zeros(groups, n + 1, 2, width, device=device)
+    bounds[:, :n] = kept.permute(2, 0, 1, 3)  # [n, 2, G, c]
+    return bounds.flatten(2)
 
 
 def _keys(question: Question, layer: int, blocks: list[int], device: torch.device) -> Tensor:
-    """[n, 64, G, c] float32: the keys of these blocks; a shorter one is filled up with its last key."""
+    """[G, 64 n, c] float32: the keys of these blocks, ascending; a short one is filled up with its last key."""
     found: list[Tensor] = []
     start = 0
     for memory, opened in zip(question.memories, question.opened, strict=True):
         stop = start + num_blocks(memory.num_tokens)
-        for block in (block - start for block in blocks if start <= block < stop):
-            rows = opened.rows(f"keys.{layer}", BLOCK * block, min(BLOCK * (block + 1), memory.num_tokens))
-            rows = rows.to(device, torch.float32)
-            missing = BLOCK - len(rows)
-            found.append(torch.cat((rows, rows[-1:].expand(missing, -1, -1))) if missing else rows)
+        for first, last in _runs([block - start for block in blocks if start <= block < stop]):
+            end = min(BLOCK * (last + 1), memory.num_tokens)
+            rows = opened.rows(f"keys.{layer}", BLOCK * first, end)
+            missing = BLOCK * (last + 1) - end
+            found += [rows, rows[-1:].expand(missing, -1, -1)] if missing else [rows]
         start = stop
-    return torch.stack(found)
+    return torch.cat(found).to(device).transpose(0, 1).float()
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last of each run of neighbours among ascending numbers."""
+    breaks = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
+    for start, stop in zip([0, *breaks], [*breaks, len(blocks)], strict=True):
+        if blocks:
+            yield blocks[start], blocks[stop - 1]
