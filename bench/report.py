@@ -1,6 +1,6 @@
 """What the benchmarks found, from the JSON they wrote: the tables of bench/README.md, and pictures.
 
-python bench/report.py        prints the tables, writes results/index.svg and results/reader.svg
+python bench/report.py        prints the tables, writes the pictures results/*.svg
 """
 
 from __future__ import annotations
@@ -176,6 +176,26 @@ def encode_table(result: Row) -> Iterator[str]:
         yield f"| {'nothing: bare' if name == 'bare' else name} | {figures} | {size} |"
 
 
+SCORES = {
+    "coverage": "`coverage`",
+    "scouting": "share of the best block while it is scouted for",
+    "memory": "attention that the memories held",
+    "passage": "attention that the heaviest passage held",
+    "focus": "how little it is spread over passages (negative entropy)",
+    "confidence": "mean log probability of the answer's first tokens",
+}
+
+
+def answerable_table(result: Row) -> Iterator[str]:
+    """How well each score parts questions with an answer in the memories from those without."""
+    yield "| score | questions | with and without an answer | AUC | true positives at 10 % false ones |"
+    yield "|---|---|---|---|---|"
+    for name, kinds in result["summary"].items():
+        for kind, row in kinds.items():
+            counts = f"{row['answered']}, {row['unanswered']}"
+            yield f"| {SCORES[name]} | {kind} | {counts} | {row['auc']:.2f} | {100 * row['true_positives']:.0f} % |"
+
+
 def tables() -> list[str]:
     decode = json.loads((RESULTS / "decode.json").read_text())
     return [
@@ -187,6 +207,7 @@ def tables() -> list[str]:
         "\n".join(decode_reader_table(decode["reader"])),
         "\n".join(decode_base_table(decode["base"])),
         "\n".join(attach_table(decode["attach"])),
+        "\n".join(answerable_table(json.loads((RESULTS / "answerable.json").read_text()))),
     ]
 
 
@@ -216,6 +237,23 @@ def draw_reader(result: Row, path: Path) -> None:
     axis.set(ylim=(-0.02, 1.05), xlabel="tokens of the document", ylabel="keys written in full")
     axis.grid(alpha=0.2)
     axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw_answerable(result: Row, path: Path) -> None:
+    """The ROC of every score on the held-out questions, and that of coverage on questions that are near."""
+    figure, axis = pyplot().subplots(figsize=(6, 5))
+    kinds = result["summary"]
+    for i, (name, row) in enumerate((name, row["held-out"]) for name, row in kinds.items()):
+        wide = 2 if name == "coverage" else 1
+        axis.step(*zip(*row["curve"], strict=True), where="post", color=f"C{i}", linewidth=wide, label=SCORES[name])
+    near = kinds["coverage"]["near"]["curve"]
+    axis.step(*zip(*near, strict=True), where="post", color="C0", linestyle=":", label="`coverage`, near questions")
+    axis.plot([0, 1], [0, 1], color="grey", linewidth=0.6, linestyle="--")
+    axis.set(xlabel="false positives: no answer, and let pass", ylabel="true positives", xlim=(-0.01, 1.01))
+    axis.grid(alpha=0.2)
+    axis.legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
@@ -261,6 +299,7 @@ def main() -> None:
     print("\n\n".join(tables()))
     draw(load(), RESULTS / "index.svg")
     draw_reader(load_reader(), RESULTS / "reader.svg")
+    draw_answerable(json.loads((RESULTS / "answerable.json").read_text()), RESULTS / "answerable.svg")
 
 
 if __name__ == "__main__":

@@ -279,3 +279,26 @@ def test_what_is_claimed_of_the_trained_reader_was_measured() -> None:
             assert low <= in_sight + 0.01
         for way in ("memory_all", "memory_256"):
             assert row[way]["accuracy"] >= plain["accuracy"] - 0.05
+
+
+def test_the_score_of_questions_without_an_answer_is_as_good_as_published() -> None:
+    """The figures that bench/README.md names, reckoned anew from the scores of all questions."""
+    result = json.loads((ROOT / "bench/results/answerable.json").read_text())
+    scores: dict[tuple[str, bool], list[float]] = {}
+    for row in result["rows"]:
+        scores.setdefault((row["set"], row["answerable"]), []).append(row["scores"]["coverage"])
+    assert {key: len(mine) for key, mine in scores.items()} == {
+        ("development", True): 31,
+        ("development", False): 31,
+        ("near", False): 16,
+        ("held-out", True): 20,
+        ("held-out", False): 20,
+    }
+    for kind, answered in (("development", "development"), ("near", "development"), ("held-out", "held-out")):
+        pairs = [(a > u) + (a == u) / 2 for a in scores[answered, True] for u in scores[kind, False]]
+        assert sum(pairs) / len(pairs) == pytest.approx(result["summary"]["coverage"][kind]["auc"], abs=1e-3)
+    passing = {key: sum(score >= 0.4 for score in mine) for key, mine in scores.items()}
+    assert passing["development", False] <= 0.1 * 31
+    assert (passing["held-out", True], passing["held-out", False], passing["near", False]) == (20, 4, 11)
+    attention = [kinds["held-out"]["auc"] for name, kinds in result["summary"].items() if name != "coverage"]
+    assert len(attention) == 5 and max(attention) < 0.7 < result["summary"]["coverage"]["near"]["auc"]
