@@ -67,3 +67,8 @@ class Reads:
         return sums.new_zeros(*sums.shape[:-1], self.layout.size).index_copy_(
             -1, torch.tensor(places, device=sums.device), sums
         )
+
+
+def in_order(reads: Sequence[Reads]) -> list[Reads]:
+    """By their rows."""
+    return sorted(reads, key=lambda each: each.rows.start)
