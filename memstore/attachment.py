@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from torch import Tensor
 from transformers import GenerationMixin
@@ -13,10 +13,11 @@ from transformers import GenerationMixin
 from memstore.binding import Binding
 from memstore.errors import AttachError, FingerprintMismatchError
 from memstore.fingerprint import tokenizer_hash
-from memstore.inputs import check_words, given_inputs
+from memstore.inputs import check_messages, check_words, given_inputs
 from memstore.memory import Memory
 from memstore.provenance import Fold, Provenance
 from memstore.reading.coverage import coverage
+from memstore.reading.passes import find_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from memstore.reading.selection import Chosen
 
 TopK = int | Literal["all"] | None
+Chat = Sequence[Mapping[str, str]]
 
 
 class Attachment(Binding):
@@ -34,9 +36,12 @@ class Attachment(Binding):
         super().__init__(adapter, rows, explain)
         self._prompt_length: int | None = None  # where it is known
 
+    chats: ClassVar[bool] = False
+    """Whether a prompt may be a chat."""
+
     @abstractmethod
-    def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """Model inputs for a prompt in words, or for none."""
+    def _inputs(self, prompt: str | Chat | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        """Keywords of generate for a prompt in words, or for none."""
 
     def empty_prompt(self, batch_size: int = 1) -> Any:
         """Encoder outputs for ``model.generate(encoder_outputs=…)`` without a prompt. Raises AttachError if the model
@@ -45,7 +50,7 @@ class Attachment(Binding):
 
     def generate(
         self,
-        prompt: str | None = None,
+        prompt: str | Chat | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
@@ -53,14 +58,17 @@ class Attachment(Binding):
         """``model.generate`` over the attached memories.
 
         With a prompt in words and a tokenizer, returns the answer as a str (through the chat template, if there is
-        one). With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns; an encoder-decoder
-        may be given no input at all. Further keywords go to ``model.generate``.
+        one). A decoder-only model also takes a chat, messages with "role" and "content", of which the last one is
+        looked for in the memories. With ``input_ids=`` or other model inputs, returns what ``model.generate`` returns;
+        an encoder-decoder may be given no input at all. Further keywords go to ``model.generate``.
 
         Raises FingerprintMismatchError for another tokenizer than the one a memory was written with, AttachError for
         inputs that cannot be shared out among the rows.
         """
         self._check_entered()
-        if prompt is not None:
+        if self.chats and not isinstance(prompt, str | None):
+            check_messages(prompt)
+        elif prompt is not None:
             check_words(prompt)
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
@@ -73,6 +81,9 @@ class Attachment(Binding):
             raise AttachError("An answer in words is that of one row; give tensors for all rows, and no tokenizer.")
         if tokenizer is not None and not given and kwargs.get("return_dict_in_generate"):
             raise AttachError("An answer in words is a str; for more than that, give tensors, and no tokenizer.")
+        cache = find_cache(kwargs.values())
+        if prompt is not None and cache is not None and cache.get_seq_length():
+            raise AttachError("A prompt in words is read from its beginning; to go on with a cache, give input_ids=.")
         if prompt is None and not given and kwargs.get("assistant_model") is not None:
             raise AttachError("An assistant model reads the prompt for itself, and there is none. Give a prompt.")
         states = getattr(kwargs.get("encoder_outputs"), "last_hidden_state", None)

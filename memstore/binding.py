@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -63,6 +63,10 @@ class Binding(ABC):
     def _release(self) -> None:
         """Let go of what :meth:`_prepare` built and of everything that views the memories."""
 
+    def _watched(self) -> Callable[[], None]:
+        """Watch what else of the model matters, until the function that is returned is called."""
+        return lambda: None
+
     def _after(self, output: Any) -> None:  # noqa: B027  (most need nothing of it)
         """Take note of what a step returned."""
 
@@ -77,6 +81,7 @@ class Binding(ABC):
             readers = {module: exactly(read) for module, read in self._readers().items()}
             stack.callback(install(readers))
             self._places, self._device = Places(self.model, readers), device_of(self.model)
+            stack.callback(self._watched())
             stage = self._stage()
             stack.callback(stage.register_forward_pre_hook(self._pre_hook, with_kwargs=True).remove)
             stack.callback(stage.register_forward_hook(self._post_hook).remove)

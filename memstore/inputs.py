@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +45,7 @@ def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_words(prompt: str) -> None:
+def check_words(prompt: object) -> None:
     """Raises AttachError for a prompt that is no text, or no valid one."""
     if not isinstance(prompt, str):
         raise AttachError(
@@ -56,3 +56,13 @@ def check_words(prompt: str) -> None:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise AttachError(f"The prompt is not valid Unicode at character {error.start}. Is it UTF-8?") from error
+
+
+def check_messages(messages: object) -> None:
+    """Raises AttachError for what is no chat: messages with a role and a content, both texts."""
+    if not isinstance(messages, Sequence) or not messages:
+        raise AttachError("A chat is a list of at least one message, {'role': …, 'content': …}.")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise AttachError(f"Message {i} of the chat is no {{'role': …, 'content': …}} with a text each.")
+        check_words(message["content"])

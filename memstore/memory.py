@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+    from transformers import DynamicCache, PreTrainedModel
 
     from memstore.store import MemoryStore
 
@@ -109,6 +110,20 @@ class Memory:
         Raises DamagedMemoryError if the file is not as it was sealed, MemoryNotFoundError if it has been removed.
         """
         return OpenMemory(self, verify)
+
+    def to_cache(self, model: PreTrainedModel) -> DynamicCache:
+        """The document as a cache of one row of the plain model that wrote it, as if it had just read it.
+
+        So ``model.generate(input_ids=…, past_key_values=memory.to_cache(model))``, with ids of the document and then of
+        a prompt, computes no more than the prompt. For several rows: ``cache.batch_repeat_interleave(rows)``. A cache
+        is changed by its use; make one for each talk.
+
+        Raises AttachError unless the memory is one of a decoder-only model, and of a document that was encoded as one
+        window, FingerprintMismatchError for another model, DamagedMemoryError and MemoryNotFoundError.
+        """
+        from memstore.reading.prefix import cache_of
+
+        return cache_of(self, model)
 
     @cached_property
     def text(self) -> str | None:

@@ -69,9 +69,10 @@ class Ledger:
         self._past = self._tokens = 0
         self._open: dict[int, tuple[Sequence[Seen], Sequence[Tensor]]] = {}  # by layer
 
-    def begin(self, past: int, start: int) -> None:
-        """A pass begins, after ``past`` tokens; with none, a new prompt, of which position ``start`` is step 0."""
-        if past == 0:
+    def begin(self, past: int, start: int, new: bool | None = None) -> None:
+        """A pass begins, after ``past`` tokens. new: whether it is the first one of a prompt, of which position
+        ``start`` is step 0; None for every pass that nothing stands before."""
+        if new or (new is None and past == 0):
             self.clear()
             self.start = start
         self._past, self._open = past, {}
@@ -90,8 +91,8 @@ class Ledger:
     @torch.no_grad()
     def close(self) -> None:
         """The pass is over: keep what counts of it. All layers are reckoned together: few operations cost least."""
-        if self._past == 0:
-            self.first = self._tokens - 1
+        if not self.records:
+            self.first = self._past + self._tokens - 1
         while self.records and next(reversed(self.records)) >= self._past:
             self.records.popitem()
         if not self._open:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from jinja2 import TemplateError
+
+from memstore.errors import AttachError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,3 +36,21 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame:
     )
     before, _, after = str(text).partition(_MARK)
     return ChatFrame(list(tokenizer(before, add_special_tokens=False)["input_ids"]), before, after)
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    """A chat up to where the answer begins, and its end from the last message on, if the template tells where that is.
+
+    Raises AttachError for a tokenizer without a template, and for a chat that its template refuses.
+    """
+    if tokenizer.chat_template is None:
+        raise AttachError("This tokenizer has no chat template. Give the prompt as one text.")
+
+    def text(of: Sequence[Mapping[str, str]], ask: bool) -> str:
+        return str(tokenizer.apply_chat_template([*map(dict, of)], tokenize=False, add_generation_prompt=ask))
+
+    try:
+        whole, before = text(messages, True), text(messages[:-1], False) if len(messages) > 1 else ""
+    except TemplateError as error:
+        raise AttachError(f"The chat template refuses these messages: {error}") from error
+    return whole, whole[len(before) :] if whole.startswith(before) else whole

@@ -7,52 +7,46 @@ blocks, and the best grow into spans.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from memstore.errors import AttachError
 from memstore.memory import Memory
-from memstore.reading.excerpt import load_excerpt, sink_of
-from memstore.reading.masks import equal_prompts
-from memstore.reading.reads import Reads
+from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
+from memstore.reading.masks import equal_rows
+from memstore.reading.reads import Reads, Scored
 from memstore.reading.rotary import turned
-from memstore.reading.selection import BLOCK, Span, choose_spans, span_width
+from memstore.reading.selection import BLOCK, choose_spans, num_blocks, span_width
 from memstore.reading.selectors import BlockSelector, Question
+from memstore.reading.turns import Prompt
 
 if TYPE_CHECKING:
     from memstore.reading.kv import KvAttachment
 
 ASKING = 256  # of a longer prompt, the last tokens that ask: a question stands at the end, and is read behind as many
+ENOUGH = 0.5  # of the best score that any block has for a new question: what is read may stay
 
 
 class Chooser:
-    """Chooses for one prompt. own: [B, T], its tokens' usual positions; padding, repeated: [B, T], which of them are
-    padding, and which the sink stands for."""
+    """Chooses for one prompt. repeated: [B, T], which of its tokens the sink stands for."""
 
-    def __init__(
-        self, attachment: KvAttachment, kwargs: dict[str, Any], own: Tensor, padding: Tensor, repeated: Tensor
-    ) -> None:
-        self.attachment, self.adapter, self.own, self.repeated = attachment, attachment.adapter, own, repeated
-        self._kwargs, self._padding = kwargs, padding
-        asks = ~(padding | repeated)
-        asks &= asks.flip(1).cumsum(1).flip(1) <= ASKING
+    def __init__(self, attachment: KvAttachment, prompt: Prompt, repeated: Tensor) -> None:
+        self.attachment, self.adapter, self.prompt = attachment, attachment.adapter, prompt
+        asks = ~(prompt.padding | repeated)
+        asks &= asks.flip(1).cumsum(1).flip(1) <= (ASKING if prompt.asking is None else min(prompt.asking, ASKING))
         self._columns = asks.any(0).nonzero().flatten()
         self._asks = asks[:, self._columns]
-        first = int(self._columns[0]) if len(self._columns) else own.shape[1]
-        self.start = max(0, first - ASKING)  # the first token of the pass
+        first = int(self._columns[0]) if len(self._columns) else prompt.own.shape[1]
+        self.start = 0 if prompt.past else max(0, first - ASKING)  # the first token of the pass
         self._queries: dict[int, Tensor] = {}
 
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Of the model's pass over the prompt."""
-        given = {key: self._kwargs.get(key) for key in ("input_ids", "inputs_embeds")}
-        inputs: dict[str, Any] = {key: tensor[:, self.start :] for key, tensor in given.items() if tensor is not None}
-        return inputs | {"attention_mask": (~self._padding[:, self.start :]).long()}
-
     def before(self, memories: Sequence[Memory], rows: slice) -> Reads:
-        """What these rows read in that pass: the sink alone, so far before the prompt as it is going to stand."""
-        return self._reads(memories, rows, [[]])
+        """What these rows read in the pass over the prompt: the sink alone, so far before the prompt as it is going to
+        stand."""
+        return self._reads(memories, rows, None)
 
     def hear(self, layer: int, query: Tensor, positions: Tensor, scaling: float) -> None:
         """Note what a layer asks in that pass: query [B, H, T, c], rotated to positions [B, T]."""
@@ -60,50 +54,54 @@ class Chooser:
         asking, stand = query[:, :, columns], positions[:, columns]
         self._queries[layer] = turned(self.adapter, layer, asking, stand) * scaling
 
-    def choose(self, memories: Sequence[Memory], rows: slice) -> list[Reads]:
-        """What these rows read, which have the same memories: rows of equal prompts together."""
-        runs = equal_prompts(self._kwargs, self._padding, rows)
+    def choose(self, memories: Sequence[Memory], rows: slice, before: Sequence[Reads] = ()) -> list[Reads]:
+        """What these rows read, which have the same memories: rows of equal prompts together, unless they may differ
+        in what was said before. before: what they have read up to now, which stays where it still answers."""
+        prompt = self.prompt
+        apart = [slice(row, row + 1) for row in range(rows.start, rows.stop)]
+        runs = apart if prompt.past else equal_rows(prompt.tokens, prompt.padding, rows)
         firsts = [run.start for run in runs]
-        ids = self._kwargs.get("input_ids")
         question = Question(
             self.adapter,
             memories,
             [self.attachment.open_memory(memory) for memory in memories],
             sorted(self.attachment.layers),
             self._asks[firsts],
-            None if ids is None else ids[firsts][:, self._columns],
+            None if prompt.ids is None else prompt.ids[firsts][:, self._columns],
             {layer: query[firsts] for layer, query in self._queries.items()},
         )
         scores = checked_scores(self.attachment.selector, question)
-        by_run = scores.unbind(-2) if scores.dim() == 3 else scores[:, None].unbind(0)
-        return [
-            self._reads(memories, run, [self._spans(memories, layer) for layer in layers], layers)
-            for run, layers in zip(runs, by_run, strict=True)
-        ]
+        reads = []
+        for place, run in enumerate(runs):
+            of_run: Scored = {None: scores[place]} if scores.dim() == 2 else self._by_layer(scores[:, place])
+            own = next((each for each in before if each.rows.start <= run.start < each.rows.stop), None)
+            if own is not None and list(own.excerpts[0].memories) == list(memories) and worth(own, of_run) >= ENOUGH:
+                reads.append(replace(own, rows=run, scores=of_run))
+            else:
+                reads.append(self._reads(memories, run, of_run))
+        return reads
 
-    def _spans(self, memories: Sequence[Memory], scores: Tensor) -> list[Span]:
-        blocks = self.attachment.blocks
+    def _by_layer(self, scores: Tensor) -> Scored:
+        return dict(zip(sorted(self.attachment.layers), scores, strict=True))
+
+    def room(self, memories: Sequence[Memory]) -> int:
+        """The position of the first own token of rows that choose from these memories."""
+        return sink_of(memories)[1] + self.attachment.blocks * BLOCK
+
+    def _reads(self, memories: Sequence[Memory], rows: slice, scored: Scored | None) -> Reads:
+        """The sink and the spans that are best by their scores, or the sink alone."""
+        room, depth, blocks = self.room(memories), len(self.adapter.self_attentions), self.attachment.blocks
         lengths = [memory.num_tokens for memory in memories]
-        return choose_spans(scores, lengths, blocks, span_width(scores, blocks))
 
-    def _reads(
-        self, memories: Sequence[Memory], rows: slice, spans: Sequence[Sequence[Span]], scores: Tensor | None = None
-    ) -> Reads:
-        """spans: those of every layer that reads, or one list for all layers, by scores [len(spans), blocks]."""
-        room = sink_of(memories)[1] + self.attachment.blocks * BLOCK
-        depth = len(self.adapter.self_attentions)
+        def load(scores: Tensor | None, layers: Sequence[int]) -> Excerpt:
+            spans = [] if scores is None else choose_spans(scores, lengths, blocks, span_width(scores, blocks))
+            device = self.prompt.own.device
+            return load_excerpt(self.adapter, memories, self.attachment.open_memory, spans, room, device, layers)
 
-        def load(of: Sequence[Span], layers: Sequence[int]) -> Any:
-            return load_excerpt(self.adapter, memories, self.attachment.open_memory, of, room, self.own.device, layers)
-
-        if len(spans) == 1:
-            of_all: dict[int | None, Tensor] | None = None if scores is None else {None: scores[0]}
-            return Reads(rows, [load(spans[0], range(depth))] * depth, room, of_all)
-        layers = sorted(self.attachment.layers)
-        own = dict(zip(layers, spans, strict=True))
-        nothing = load([], [])  # stands for layers that do not read
-        excerpts = [load(own[i], [i]) if i in own else nothing for i in range(depth)]
-        return Reads(rows, excerpts, room, None if scores is None else dict(zip(layers, scores, strict=True)))
+        if scored is None or None in scored:
+            return Reads(rows, [load(scored and scored[None], range(depth))] * depth, room, scored)
+        nothing = load(None, [])  # stands for layers that do not read
+        return Reads(rows, [load(scored[i], [i]) if i in scored else nothing for i in range(depth)], room, scored)
 
 
 def checked_scores(selector: BlockSelector, question: Question) -> Tensor:
@@ -118,3 +116,19 @@ def checked_scores(selector: BlockSelector, question: Question) -> Tensor:
     if scores.isnan().any():
         raise AttachError(f"{name}.score returned NaN, which no block can be ranked by.")
     return scores
+
+
+def worth(reads: Reads, scored: Scored) -> float:
+    """The best score among the blocks that are read, relative to that of any block: 0 to 1, the mean of the layers."""
+    shares = []
+    for layer, scores in scored.items():
+        excerpt = reads.excerpts[layer or 0]
+        starts = list(accumulate((num_blocks(memory.num_tokens) for memory in excerpt.memories), initial=0))
+        read = [
+            starts[span.memory] + block
+            for span in excerpt.spans
+            for block in range(span.start // BLOCK, num_blocks(span.stop))
+        ]
+        best = float(scores.max())
+        shares.append(float(scores[read].max()) / best if best > 0 else 1.0)
+    return sum(shares) / len(shares)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from memstore.attachment import Attachment, TopK
+from memstore.attachment import Attachment, Chat, TopK
 from memstore.attention import Scoring, merge, normalise, ordinary_attention
 from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, WindowExceededError
@@ -129,10 +129,11 @@ class HiddenAttachment(Attachment):
     def _stage(self) -> nn.Module:
         return self.model.base_model  # which runs too when the model with its head is called
 
-    def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    def _inputs(self, prompt: str | Chat | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         if prompt is None:
             return {"encoder_outputs": self.empty_prompt(len(self.rows))}
         assert tokenizer is not None
+        assert isinstance(prompt, str)
         return dict(tokenizer(prompt, return_tensors="pt").to(self.model.device))
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

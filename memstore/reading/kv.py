@@ -6,29 +6,34 @@ selector chooses spans for the prompt, which are then read at every layer and st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from memstore.attachment import Attachment, TopK
+from memstore.attachment import Attachment, Chat, TopK
 from memstore.attention import Partial, merge, normalise, ordinary_attention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
 from memstore.memory import Memory
 from memstore.provenance import Seen
-from memstore.reading.chat import BETWEEN, chat_frame
+from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.choosing import Chooser
+from memstore.reading.context import Context, Mark, mark_of, new_mark
 from memstore.reading.excerpt import load_excerpt, sink_ids, sink_of
-from memstore.reading.masks import leading, own_mask, own_positions, padding_mask
-from memstore.reading.passes import checked_layers, device_of, find_cache, finish
-from memstore.reading.reads import Reads
+from memstore.reading.masks import leading, own_mask, own_positions, without
+from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
+from memstore.reading.reads import Reads, in_order
+from memstore.reading.rotary import moved
 from memstore.reading.selection import BLOCK, Chosen, Span, num_blocks
 from memstore.reading.selectors import BlockSelector, chosen_selector
+from memstore.reading.turns import ASKING, Prompt, Turns, noting, prompt_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,32 +43,19 @@ if TYPE_CHECKING:
 BUDGET = 512  # tokens chosen for a prompt by default; more blocks bring distractors
 
 
-@dataclass
-class Context:
-    """One sequence of forward passes, from its prompt on: what its rows read, in order.
-
-    repeated: [B, T] marks the prompt's tokens that the sink stands for already; they are hidden.
-    """
-
-    reads: list[Reads]
-    repeated: Tensor
-
-    def shift(self) -> Tensor:
-        """[B, 1]: how far each row's own tokens stand behind their usual positions."""
-        rooms = [reads.room for reads in self.reads for _ in range(reads.rows.start, reads.rows.stop)]
-        return torch.tensor(rooms, device=self.repeated.device)[:, None] - self.repeated.sum(1, keepdim=True)
-
-
 class KvAttachment(Attachment):
     """Keys and values attached to every self-attention layer.
 
     top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
     budget: tokens chosen for each prompt, by default 512, or a quarter of a small native window. layers: the layers
     that read, None for all. selector: what chooses blocks, by name or a BlockSelector of your own. index: the backend
-    that ranks blocks for a prompt, which is ``selector="index"``. explain: keep what was read for ``provenance()``.
+    that ranks blocks for a prompt, which is ``selector="index"``. when_full: what becomes of a text that needs more
+    than the native window beside the memories; "error" stops it, "drop" lets go of the oldest own tokens: every token
+    sees as many of the last ones as there is room for. explain: keep what was read for ``provenance()``.
     """
 
     adapter: DecoderOnlyAdapter
+    chats = True
 
     def __init__(
         self,
@@ -75,12 +67,19 @@ class KvAttachment(Attachment):
         layers: Collection[int] | None = None,
         selector: str | BlockSelector | None = None,
         index: str | None = None,
+        when_full: Literal["error", "drop"] = "error",
         explain: bool = False,
     ) -> None:
         super().__init__(adapter, rows, explain)
         if top_k not in (None, "all"):
             raise AttachError(f'top_k={top_k!r}: a decoder-only memory is read by budget= in tokens, or top_k="all".')
-        self.selector = chosen_selector(selector, index)
+        if when_full not in ("error", "drop"):
+            raise AttachError(f'when_full={when_full!r} must be "error" or "drop".')
+        if when_full == "drop" and adapter.rotary is None:
+            raise AttachError(
+                f'when_full="drop": {type(adapter.model).__name__} has a table of positions, and none beyond it.'
+            )
+        self.selector, self.when_full = chosen_selector(selector, index), when_full
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < BLOCK):
             raise AttachError(f"budget={budget!r} must be a whole number of at least {BLOCK} tokens, a block's size.")
         self.layers = checked_layers(layers, len(adapter.self_attentions))
@@ -89,10 +88,11 @@ class KvAttachment(Attachment):
         self.everything = top_k == "all"
         _check_readable(adapter, self.rows)
         self._whole: dict[int, Reads] = {}
-        self._contexts: WeakKeyDictionary[Any, Context] = WeakKeyDictionary()
+        self._contexts: WeakKeyDictionary[Mark, Context] = WeakKeyDictionary()
+        self._turns = Turns()
         self._chooser: Chooser | None = None  # while it passes over a prompt
         self._context = Context([], torch.empty(0, 0))
-        self._positions = torch.empty(0, 0)
+        self._positions = self._far = torch.empty(0, 0)
         self._seen = 0
 
     def selection(self) -> list[list[Chosen]]:
@@ -134,66 +134,117 @@ class KvAttachment(Attachment):
         modules = enumerate(self.adapter.self_attentions)
         return {module: partial(self._read, layer) for layer, module in modules if layer in self.layers}
 
+    def _watched(self) -> Callable[[], None]:
+        return noting(self.model, self._turns)
+
     def _stage(self) -> nn.Module:
         return self.adapter.decoder
 
-    def _inputs(self, prompt: str | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    def _inputs(self, prompt: str | Chat | None, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """The words after the memory. With a sink, the memory has the template's header before it already."""
         if prompt is None or tokenizer is None:
             raise AttachError("A decoder-only model needs a prompt: words and tokenizer=, or input_ids=.")
-        frame = chat_frame(tokenizer)
-        before = BETWEEN if sink_of(self.rows[0])[1] else frame.before
-        inputs = tokenizer(before + prompt + frame.after, add_special_tokens=False, return_tensors="pt")
-        return dict(inputs.to(self.model.device))
+        frame, question = chat_frame(tokenizer), None
+        if isinstance(prompt, str):
+            text = frame.before + prompt + frame.after
+        else:
+            text, question = chat_text(tokenizer, prompt)
+        if sink_of(self.rows[0])[1] and text.startswith(frame.before):
+            text = BETWEEN + text.removeprefix(frame.before)
+        inputs = dict(tokenizer(text, add_special_tokens=False, return_tensors="pt").to(self.model.device))
+        return inputs if question is None else inputs | {ASKING: len(tokenizer.tokenize(question))}
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if self._chooser is not None:  # its own pass over the prompt
             return kwargs
-        cache = find_cache(kwargs.values())
+        cache, turn = find_cache(kwargs.values()), self._turns.current
         past = 0 if cache is None else int(cache.get_seq_length())
         own = own_positions(kwargs, past)
-        if past == 0:
-            self._context = self._begin(kwargs, own)
-        elif cache in self._contexts:
-            self._context = self._contexts[cache]
-        else:
-            raise AttachError("This cache was filled outside the attachment; start from the prompt while attached.")
-        self._seen = past + own.shape[1]
+        first = past == 0 if turn is None else turn.context is None
+        prompt = prompt_of(kwargs, past, turn) if first else None
+        self._stand(self._chosen(prompt, cache, past, len(own)), own, past)
+        if turn is not None:
+            turn.context = self._context
         if self._ledger is not None:  # what makes the first new token is the prompt's last one
-            self._ledger.begin(past, start=(self._prompt_length or self._seen) - 1)
-        self._positions = own + self._context.shift()
-        longest = int(self._positions.max()) + 1
-        if longest > self.adapter.native_window:
-            raise WindowExceededError(
-                f"Memory, prompt and generated tokens need {longest} positions, and the model has "
-                f"{self.adapter.native_window}. Use a smaller budget=, a shorter prompt or fewer new tokens."
-            )
+            stop = self._seen if prompt is None else past + prompt.own.shape[1]
+            self._ledger.begin(past, (self._prompt_length or stop) - 1, first)
         return kwargs | {"position_ids": self._positions}
+
+    def _stand(self, context: Context, own: Tensor, past: int) -> None:
+        """Let this pass read what the context says, with its own tokens at their usual positions own [B, T].
+
+        Raises WindowExceededError if they need more positions than there are.
+        """
+        self._positions, self._seen = own + context.shift(), past + own.shape[1]
+        window, longest, room = self.adapter.native_window, int(self._positions.max()) + 1, int(context.rooms().max())
+        if longest > window and (self.when_full == "error" or room >= window):
+            raise WindowExceededError(
+                f"Memories ({room} tokens), prompt and generated tokens need {longest} positions, and the model has "
+                f"{window}. Use a smaller budget=, a shorter prompt or fewer new tokens; "
+                'when_full="drop" lets go of the oldest tokens of the prompt and the answer.'
+            )
+        self._context = context.with_places(past, self._positions) if self.when_full == "drop" else context
+        self._far = self._positions.clamp_max(window - 1) if longest > window else self._positions
 
     def _nested(self) -> bool:
         return self._chooser is not None
 
     def _after(self, output: Any) -> None:
         cache = find_cache(output.values())
-        if cache is not None and self._chooser is None:
-            self._contexts[cache] = self._context
+        if cache is not None and self._chooser is None and self._contexts.get(mark_of(cache)) is not self._context:
+            self._contexts[new_mark(cache)] = self._context  # copies of the cache go on with what they read
 
-    def _begin(self, kwargs: dict[str, Any], own: Tensor) -> Context:
+    def _chosen(self, prompt: Prompt | None, cache: Any, past: int, batch: int) -> Context:
+        """What is read from this pass on. prompt: None for a pass that goes on with what was chosen."""
+        if past == 0 and prompt is not None:
+            return self._begin(prompt)
+        turn = self._turns.current
+        if prompt is None and turn is not None and turn.context is not None:
+            return turn.context
+        known = self._contexts.get(mark_of(cache))
+        if known is None:
+            raise AttachError("This cache was filled outside the attachment; start from the prompt while attached.")
+        known = known.for_batch(batch)
+        return known if prompt is None else self._renewed(known, prompt, cache)
+
+    def _begin(self, prompt: Prompt) -> Context:
         """Choose what each row of a new prompt reads."""
-        groups = self._groups(len(own))
-        padding = padding_mask(kwargs, own)
-        repeated = torch.zeros_like(padding)
+        groups = self._groups(len(prompt.own))
+        repeated = torch.zeros_like(prompt.padding)
         for memories, rows in groups:
-            if (header := sink_ids(memories)) and kwargs.get("input_ids") is not None:
-                repeated[rows] = leading(kwargs["input_ids"][rows], padding[rows], header)
+            if (header := sink_ids(memories)) and prompt.ids is not None:
+                repeated[rows] = leading(prompt.ids[rows], prompt.padding[rows], header)
         reads = [replace(whole, rows=groups[i][1]) for i, whole in self._whole.items()]
         wanting = [group for i, group in enumerate(groups) if i not in self._whole]
-        if wanting:
-            chooser = Chooser(self, kwargs, own, padding, repeated)
-            if self.selector.needs_queries:
-                self._pass_over(chooser, reads + [chooser.before(*group) for group in wanting])
-            reads += [each for group in wanting for each in chooser.choose(*group)]
-        return Context(sorted(reads, key=lambda each: each.rows.start), repeated)
+        if not wanting:
+            return Context(in_order(reads), repeated)
+        chooser = Chooser(self, prompt, repeated)
+        if self.selector.needs_queries:
+            before = [chooser.before(*group) for group in wanting]
+            self._pass_over(chooser, Context(in_order(reads + before), repeated))
+        reads += [each for group in wanting for each in chooser.choose(*group)]
+        return Context(in_order(reads), repeated)
+
+    def _renewed(self, context: Context, prompt: Prompt, cache: Any) -> Context:
+        """The context of a talk for a new turn: rows for which other blocks are worth more now choose anew. The room
+        stays the same, so that no token moves that was read before."""
+        chooser = Chooser(self, prompt, torch.zeros_like(prompt.padding))
+        wanting = []
+        for i, (memories, rows) in enumerate(self._groups(len(prompt.own))):
+            own = [each for each in context.reads if rows.start <= each.rows.start < rows.stop]
+            if i not in self._whole and not any(map(self._is_whole, own)) and own[0].room == chooser.room(memories):
+                wanting.append((memories, rows, own))
+        if not wanting:
+            return context
+        if self.selector.needs_queries:
+            before = [chooser.before(memories, rows) for memories, rows, _ in wanting]
+            chosen = {id(each) for _, _, own in wanting for each in own}
+            kept = [each for each in context.reads if id(each) not in chosen]
+            self._pass_over(chooser, replace(context, reads=in_order(kept + before)), cache)
+        reads = list(context.reads)
+        for memories, rows, own in wanting:
+            reads = [each for each in reads if each not in own] + chooser.choose(memories, rows, own)
+        return replace(context, reads=in_order(reads))
 
     def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
         """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
@@ -201,15 +252,21 @@ class KvAttachment(Attachment):
         each = batch // len(self.rows)
         return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
 
-    def _pass_over(self, chooser: Chooser, reads: list[Reads]) -> None:
-        """Let the chooser hear what the prompt's end asks at every layer, before anything is chosen."""
-        reads, start = sorted(reads, key=lambda each: each.rows.start), chooser.start
-        self._positions = (chooser.own + Context(reads, chooser.repeated).shift())[:, start:]
-        self._context, self._seen = Context(reads, chooser.repeated[:, start:]), self._positions.shape[1]
+    def _pass_over(self, chooser: Chooser, context: Context, cache: Any = None) -> None:
+        """Let the chooser hear what the prompt's end asks at every layer, before anything is chosen. What was said
+        before is read from a copy of the cache, which so stays as it is."""
+        prompt, start = chooser.prompt, chooser.start
+        end = replace(context, repeated=context.repeated[:, start:] if start else context.repeated)
+        self._stand(end, prompt.own[:, start:] + context.shift() - end.shift(), prompt.past)
+        inputs: dict[str, Any] = {prompt.name: prompt.tokens[:, start:], "position_ids": self._positions}
+        if cache is None:
+            inputs |= {"attention_mask": (~prompt.padding[:, start:]).long(), "use_cache": False}
+        else:
+            inputs |= {"attention_mask": prompt.mask, cache_name(self.adapter.decoder): deepcopy(cache)}
         self._chooser = chooser
         try:
             with torch.no_grad():
-                self.adapter.decoder(**chooser.inputs, position_ids=self._positions, use_cache=False)
+                self.adapter.decoder(**inputs)
         finally:
             self._chooser = None
 
@@ -231,14 +288,15 @@ class KvAttachment(Attachment):
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         local_mask, n = own_mask(mask, query, key.shape[2])
-        local_mask = self._hide_repeated(local_mask, n)
+        local_mask = self._hide_dropped(self._hide_repeated(local_mask, n), n)
         local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling, softcap=softcap)
         if self._chooser is not None:
             self._chooser.hear(layer, query, self._positions, scaling)
         sums: list[Tensor] | None = None if self._ledger is None or self._chooser is not None else []
+        asking = self._from_afar(layer, query)
         parts = [
             each.excerpts[layer].attend(
-                layer, query[each.rows], scaling, self._far_mask(sliding_window, each, layer), sums, softcap
+                layer, asking[each.rows], scaling, self._far_mask(sliding_window, each, layer), sums, softcap
             )
             for each in self._context.reads
         ]
@@ -252,7 +310,7 @@ class KvAttachment(Attachment):
         """[b, 1, T, M] for a layer with a sliding window: which memory tokens are near enough; None: all are seen."""
         if window is None:
             return None
-        distance = self._positions[reads.rows][:, None, :, None] - reads.excerpts[layer].positions
+        distance = self._far[reads.rows][:, None, :, None] - reads.excerpts[layer].positions
         return distance < window
 
     def _hide_repeated(self, mask: Tensor | None, n: int) -> Tensor | None:
@@ -260,12 +318,23 @@ class KvAttachment(Attachment):
         repeated = self._context.repeated[:, max(0, self._seen - n) :]
         if not repeated.any():
             return mask
-        hidden = torch.nn.functional.pad(repeated, (0, n - repeated.shape[1]))[:, None, None]
-        if mask is None:
-            return ~hidden
-        if mask.dtype == torch.bool:
-            return mask & ~hidden
-        return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+        return without(mask, pad(repeated, (0, n - repeated.shape[1]))[:, None, None])
+
+    def _hide_dropped(self, mask: Tensor | None, n: int) -> Tensor | None:
+        """Of the last n own tokens, let every token see only as many as there is room for behind the memories."""
+        if self._far is self._positions:
+            return mask
+        assert self._context.places is not None
+        places = self._context.places[:, max(0, self._seen - n) :]
+        places = pad(places, (0, n - places.shape[1]))[:, None, None]
+        kept = self.adapter.native_window - self._context.rooms()
+        return without(mask, places <= (self._positions - kept)[:, None, :, None])
+
+    def _from_afar(self, layer: int, query: Tensor) -> Tensor:
+        """The query [B, H, T, c] as it asks the memories: where tokens were dropped, these stand that much nearer."""
+        if self._far is self._positions:
+            return query
+        return moved(self.adapter, layer, query, self._positions, self._far)
 
     def _note(self, layer: int, sums: Sequence[Tensor], memory: Partial, total: Partial) -> None:
         """Keep what the rows of every excerpt gave to its passages [b, H, T, P]."""

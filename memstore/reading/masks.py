@@ -58,9 +58,17 @@ def own_mask(mask: Tensor | None, query: Tensor, n: int) -> tuple[Tensor | None,
     return torch.ones(t, t, dtype=torch.bool, device=query.device).tril()[None, None], t
 
 
-def equal_prompts(kwargs: dict[str, Any], padding: Tensor, rows: slice) -> list[slice]:
+def without(mask: Tensor | None, hidden: Tensor) -> Tensor:
+    """The mask, boolean, additive or None, where what is ``hidden`` is not seen either."""
+    if mask is None:
+        return ~hidden
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
+def equal_rows(tokens: Tensor, padding: Tensor, rows: slice) -> list[slice]:
     """The rows in runs of equal prompts: the beams of one prompt read one excerpt, which may pass from beam to beam."""
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     runs = [slice(rows.start, rows.start + 1)]
     for row in range(rows.start + 1, rows.stop):
         if torch.equal(tokens[row], tokens[row - 1]) and torch.equal(padding[row], padding[row - 1]):

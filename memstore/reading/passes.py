@@ -54,5 +54,10 @@ def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
+def cache_name(module: nn.Module) -> str:
+    """What the argument is called by which this decoder takes a cache."""
+    return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
+
+
 def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device

@@ -14,19 +14,21 @@ from memstore.provenance.passages import PASSAGE, Layout, Run
 from memstore.reading.excerpt import Excerpt
 from memstore.reading.selection import BLOCK, Chosen, num_blocks
 
+# Scores [blocks] of the blocks of all memories one after another, by the layer that reads them, or None for all layers.
+Scored = Mapping[int | None, Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class Reads:
     """The excerpts of these rows, layer by layer. room: the position of the first own token behind them.
 
-    scores: those that the spans were chosen by [blocks], of the blocks of all memories one after another, by the layer
-    that reads them, or None for all layers; None where nothing was chosen.
+    scores: those that the spans were chosen by; None where nothing was chosen.
     """
 
     rows: slice
     excerpts: Sequence[Excerpt]
     room: int
-    scores: Mapping[int | None, Tensor] | None = None
+    scores: Scored | None = None
 
     def chosen(self) -> list[Chosen]:
         """The blocks that are read, by layer and in reading order; none where everything is."""
@@ -65,3 +67,8 @@ class Reads:
         places = [self.layout.place(run.document, run.first + i) for run in own.runs for i in range(run.size)]
         wide = sums.new_zeros(*sums.shape[:-1], self.layout.size)
         return wide.index_copy_(-1, torch.tensor(places, device=sums.device), sums)
+
+
+def in_order(reads: Sequence[Reads]) -> list[Reads]:
+    """By their rows."""
+    return sorted(reads, key=lambda each: each.rows.start)

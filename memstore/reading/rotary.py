@@ -47,10 +47,14 @@ DISTANCE = (
 
 def turned(adapter: DecoderOnlyAdapter, layer: int, query: Tensor, positions: Tensor) -> Tensor:
     """The query [b, H, T, c] of a layer, rotated to positions [b, T], as it asks keys that are not rotated: float32."""
-    plain = unrotate(query, *adapter.rotary_at(layer, query, positions))
     reach = min(adapter.native_window, adapter.sliding_window(layer) or adapter.native_window)
-    far = torch.full_like(positions, min(DISTANCE, reach // 2))
-    return rotate(plain, *adapter.rotary_at(layer, plain, far))
+    return moved(adapter, layer, query, positions, torch.full_like(positions, min(DISTANCE, reach // 2)))
+
+
+def moved(adapter: DecoderOnlyAdapter, layer: int, query: Tensor, positions: Tensor, to: Tensor) -> Tensor:
+    """The query [b, H, T, c] of a layer, rotated to positions [b, T], as if it stood at positions ``to``: float32."""
+    plain = unrotate(query, *adapter.rotary_at(layer, query, positions))
+    return rotate(plain, *adapter.rotary_at(layer, plain, to))
 
 
 def rope_types(rotary: nn.Module) -> dict[str, str]:
