@@ -60,3 +60,8 @@ def document(seed: int = 0) -> torch.Tensor:
 def remember(library, model, ids: torch.Tensor, name: str = "doc"):
     """The memory of a document that is read in windows, so that spans of it are chosen."""
     return library.encode(model, input_ids=ids, name=name, window=128)
+
+
+def greedy(new: int) -> dict[str, object]:
+    """Keywords of generate for so many tokens."""
+    return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}

@@ -10,16 +10,17 @@ from transformers import DynamicCache, StaticCache
 
 import memstore
 from memstore.errors import AttachError
+from memstore.reading.chat import BETWEEN, chat_frame
 from tests import tiny
-from tests.models import DECODERS, build, tokens
-from tests.talks import BUDGET, CACHE, Pointing, block, document, remember, shallow
+from tests.models import build, tokens
+from tests.talks import BUDGET, CACHE, Pointing, block, document, greedy, remember, shallow
 
-GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 EXACT = 1e-4
 
 
-def answer(ids, prompt):
-    return ids[0, prompt.shape[1] :].tolist()
+def prompt(last: int, seed: int = 1, length: int = 7) -> torch.Tensor:
+    """[1, length] ids, the last of which names the block that answers."""
+    return torch.tensor([[*tokens(length - 1, seed=seed).tolist(), last]])
 
 
 def logits(model, ids, **keywords):
@@ -27,46 +28,219 @@ def logits(model, ids, **keywords):
         return model(input_ids=ids, **keywords).logits
 
 
-@pytest.mark.parametrize("implementation", ["dynamic", "static"])
-@pytest.mark.parametrize("family", sorted(DECODERS))
-def test_a_talk_in_turns_is_read_as_if_the_document_stood_before_it(library, family, implementation):
-    model, text, first, second = build(family), tokens(60), tokens(9, seed=1, rows=1), tokens(7, seed=2, rows=1)
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3_text", "gpt2"])
+def test_a_talk_in_turns_is_read_as_if_the_document_stood_before_it(library, family):
+    model, text = build(family), tokens(60)
     memory = library.encode(model, input_ids=text, name="doc")
-    static = {"config": model.config, "max_cache_len": 64}
-    cache = DynamicCache(config=model.config) if implementation == "dynamic" else StaticCache(**static)
+    static, answers = StaticCache(config=model.config, max_cache_len=64), []
     with memstore.attach(model, memory) as attached:
-        talk = model.generate(input_ids=first, **{CACHE: cache}, **GREEDY)
-        talk = torch.cat((talk, second), dim=1)
-        written = attached.generate(input_ids=talk, **{CACHE: cache}, **GREEDY)
-    plain = model.generate(input_ids=torch.cat((text[None], talk), dim=1), **GREEDY)
-    assert answer(written, talk) == plain[0, 60 + talk.shape[1] :].tolist()
+        for cache in (DynamicCache(config=model.config), static):
+            first = model.generate(input_ids=prompt(43), **{CACHE: cache}, **greedy(5))
+            talk = torch.cat((first, prompt(87, seed=2)), dim=1)
+            written = attached.generate(input_ids=talk, **{CACHE: cache}, **greedy(5))
+            answers.append((talk, written))
     assert "generate" not in vars(model)
+    for talk, written in answers:
+        plain = model.generate(input_ids=torch.cat((text[None], talk), dim=1), **greedy(5))
+        assert torch.equal(written, plain[:, 60:])
 
 
 @pytest.mark.parametrize("listen", [False, True])
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_new_question_reads_another_block(library, by_hand, listen):
+def test_a_new_question_reads_another_block(library, listen):
     """And a question about the same one goes on with it; tokens that were read before stay where they are."""
     model, text, selector = shallow(), document(), Pointing(listen)
-    memory = remember(library, model, text)
-    turns = [torch.tensor([[*tokens(6, seed=i).tolist(), last]]) for i, last in enumerate((43, 87, 27))]
     cache, talk = DynamicCache(config=model.config), torch.empty(1, 0, dtype=torch.long)
-    with memstore.attach(model, memory, budget=BUDGET, selector=selector, explain=True) as attached:
-        for ids in turns:
-            talk = torch.cat((talk, ids), dim=1)
+    with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector, explain=True) as here:
+        for last, generate in ((43, model.generate), (87, here.generate), (27, model.generate)):
+            talk = torch.cat((talk, prompt(last)), dim=1)
             before = copy.deepcopy(cache)
-            generate = model.generate if by_hand else attached.generate
-            given = {"return_dict_in_generate": True, "output_logits": True}
-            out = generate(input_ids=talk, **{CACHE: cache}, **GREEDY, **given)
-            whole = torch.cat((block(ids[0], text)[None], out.sequences), dim=1)
-            expected = logits(model, whole)[:, -9:-1] if False else None
-            read = {(r.start_token // 64) for r in attached.provenance()}
-            assert read == {int(ids[0, -1]) % 10}
-            assert {r.step for r in attached.provenance()} == set(range(8))
-            again = generate(input_ids=talk, **{CACHE: before}, **GREEDY)  # a copy of the cache knows the talk too
-            assert torch.equal(again, out.sequences)
-            talk = out.sequences
-            del expected
-        assert selector.asked == [[3], [3], [7], [7], [7], [7]]
-    plain = model.generate(input_ids=torch.cat((block(turns[2][0], text)[None], talk[:, :-8]), dim=1), **GREEDY)
-    assert torch.equal(plain[:, 64:], talk)
+            written = generate(input_ids=talk, **{CACHE: cache}, **greedy(8))
+            readings = here.provenance()
+            assert {r.start_token // 64 for r in readings} == {last % 10} and {r.step for r in readings} == set(
+                range(8)
+            )
+            again = generate(input_ids=talk, **{CACHE: before}, **greedy(8))  # a copy of the cache knows the talk too
+            assert torch.equal(again, written)
+            talk = written
+    assert selector.asked[:6] == [[3], [3], [7], [7], [7], [7]]
+    with torch.no_grad():
+        whole = torch.cat((block(prompt(27)[0], text)[None], talk), dim=1)
+        assert torch.equal(model(input_ids=whole).logits[0, -9:-1].argmax(-1), talk[0, -8:])
+
+
+def test_every_row_of_a_batch_has_a_talk_of_its_own(library):
+    """Rows of different lengths, filled up between the turns too, of which one asks for something else."""
+    model, text, selector = shallow(), document(), Pointing()
+    lasts, lengths = ((43, 43), (43, 87)), ((7, 5), (4, 7))
+    with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
+        cache, ids, mask = DynamicCache(config=model.config), torch.empty(2, 0).long(), torch.empty(2, 0).long()
+        for turn in range(2):
+            new = [prompt(lasts[row][turn], seed=row, length=lengths[row][turn])[0] for row in range(2)]
+            ids = torch.cat((ids, torch.stack([torch.nn.functional.pad(x, (7 - len(x), 0)) for x in new])), dim=1)
+            mask = torch.cat((mask, torch.tensor([[0] * (7 - len(x)) + [1] * len(x) for x in new])), dim=1)
+            ids = model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **greedy(4))
+            mask = torch.nn.functional.pad(mask, (0, 4), value=1)
+    for row in range(2):
+        talk = ids[row][mask[row].bool()]
+        whole = torch.cat((block(torch.tensor([lasts[row][1]]), text), talk))[None]
+        assert torch.equal(logits(model, whole)[0, -5:-1].argmax(-1), talk[-4:])
+
+
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    "several beams": {"num_beams": 4, "num_return_sequences": 2},
+    "static cache": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+    "beams without a cache": {"num_beams": 3, "use_cache": False},
+    "chunks": {"prefill_chunk_size": 4},
+    "chunks in a static cache": {"prefill_chunk_size": 4, "cache_implementation": "static"},
+    "words of the prompt": {"prompt_lookup_num_tokens": 4},
+    "assistant": {"assistant_model": shallow(seed=1)},
+    "an assistant as good as itself": {"assistant_model": shallow()},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_generate_does_it_reads_what_the_prompt_asks_for(library, way):
+    """As the plain model with the text of those spans before the prompt; no candidate or chunk chooses."""
+    model, text, selector, settings = shallow(), document(), Pointing(), greedy(12) | WAYS[way]
+    ids = torch.cat((prompt(43, length=9)[:, :-1], prompt(43, length=9)), dim=1)  # repeats itself: there is a candidate
+    plain = {key: value for key, value in settings.items() if key not in ("prefill_chunk_size",)}
+    torch.manual_seed(0)
+    expected = model.generate(input_ids=torch.cat((block(ids[0], text)[None], ids), dim=1), **plain)[:, 64:]
+    with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(input_ids=ids, **settings), expected)
+    assert selector.asked == [[3]]
+
+
+def test_a_later_turn_is_read_alike_in_chunks(library):
+    """With candidates transformers reads the talk twice, and writes something else even without a memory: refused."""
+    model, text, selector = shallow(), document(), Pointing()
+    written = []
+    with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
+        for extra in ({}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 4}):
+            cache = DynamicCache(config=model.config)
+            talk = model.generate(input_ids=prompt(43, length=9), **{CACHE: cache}, **greedy(6), **extra)
+            talk = torch.cat((talk, prompt(87, length=9)), dim=1)
+            if "prompt_lookup_num_tokens" in extra:
+                with pytest.raises(AttachError, match="the whole talk again"):
+                    model.generate(input_ids=talk, **{CACHE: cache}, **greedy(12), **extra)
+            else:
+                written.append(model.generate(input_ids=talk, **{CACHE: cache}, **greedy(12), **extra))
+    assert torch.equal(*written)
+    assert selector.asked == [[3], [7], [3], [7], [3]]
+
+
+def test_scouting_hears_a_prompt_alike_however_it_is_given(library):
+    """Three layers, the default selector, a padded batch: the same blocks and the same answer."""
+    model, memories = build("llama"), []
+    memories = [library.encode(model, input_ids=tokens(640, seed=i), name=str(i), window=128) for i in range(2)]
+    ids, mask = tokens(12, seed=5, rows=2), torch.ones(2, 12, dtype=torch.long)
+    ids[1, :5], mask[1, :5] = 0, 0
+    chosen, written = [], []
+    with memstore.attach(model, rows=[[memory] for memory in memories], budget=BUDGET) as attached:
+        for extra in ({}, {"prefill_chunk_size": 5}, {"use_cache": False}, {"cache_implementation": "static"}):
+            written.append(model.generate(input_ids=ids, attention_mask=mask, **greedy(6), **extra))
+            chosen.append([[(each.document, each.start_token) for each in row] for row in attached.selection()])
+        with pytest.raises(AttachError, match="attention_mask="):
+            model.generate(input_ids=ids, **greedy(6), prefill_chunk_size=5)
+    assert all(torch.equal(each, written[0]) for each in written) and all(each == chosen[0] for each in chosen)
+
+
+def test_padding_on_both_sides(library):
+    """A pass of one's own gives each row what it gets alone; generate, which would write behind padding, says no."""
+    model, text = shallow(layers=2), document()
+    rows, pads = [prompt(43, seed=i, length=9 - i)[0] for i in range(3)], [(0, 0), (1, 0), (0, 2)]
+    ids = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads, strict=True)])
+    mask = torch.stack(
+        [torch.nn.functional.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)]
+    )
+    with memstore.attach(model, remember(library, model, text), budget=BUDGET) as attached:
+        together = logits(model, ids, attention_mask=mask)
+        for row, (left, right) in enumerate(pads):
+            alone = logits(model, rows[row][None])[0]
+            assert (together[row, left : 9 - right] - alone).abs().max() < EXACT
+        with pytest.raises(AttachError, match="Pad on the left"):
+            attached.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
+
+
+def test_a_cache_of_other_rows(library):
+    """Repeated rows go on, each as the one it was made of; any other number is refused."""
+    model, text = shallow(), document()
+    ids = torch.cat((prompt(43), prompt(87)))
+    with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=Pointing()), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids, **{CACHE: cache})
+        step = torch.tensor([[11], [12]])
+        expected = model(input_ids=step, **{CACHE: copy.deepcopy(cache)}).logits.repeat_interleave(2, 0)
+        cache.batch_repeat_interleave(2)
+        kept = copy.deepcopy(cache)
+        repeated = model(input_ids=step.repeat_interleave(2, 0), **{CACHE: cache}).logits
+        assert (repeated - expected).abs().max() < EXACT
+        kept.batch_select_indices(torch.tensor([0, 2, 3]))
+        with pytest.raises(AttachError, match="3 rows goes on with a cache of 2"):
+            model(input_ids=torch.tensor([[11], [12], [12]]), **{CACHE: kept})
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return tiny.llama(), tiny.tokenizer()
+
+
+def test_a_chat(library, chat):
+    """One message is a prompt; of a longer chat all is read, and the last message is looked for."""
+    model, tokenizer = chat
+    text = "In the beginning was the word. " * 60
+    memory = library.encode(model, tokenizer, text, name="doc", window=512)
+    settings = {"max_new_tokens": 6, "do_sample": False, "tokenizer": tokenizer}
+    messages = [{"role": "user", "content": "Who was it?"}]
+    seen = []
+
+    class Listening(Pointing):
+        def score(self, question):
+            seen.append(
+                [tokenizer.decode(ids[asks]) for ids, asks in zip(question.token_ids, question.asks, strict=True)]
+            )
+            return super().score(question)
+
+    with memstore.attach(model, memory, selector=Listening(), budget=BUDGET) as attached:
+        assert attached.generate(messages, **settings) == attached.generate("Who was it?", **settings)
+        longer = [*messages, {"role": "assistant", "content": "A word."}, {"role": "user", "content": "When?"}]
+        answer = attached.generate(longer, **settings)
+        whole = str(tokenizer.apply_chat_template(longer, tokenize=False, add_generation_prompt=True))
+        whole = BETWEEN + whole.removeprefix(chat_frame(tokenizer).before)
+        ids = tokenizer(whole, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        by_hand = attached.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        assert answer == tokenizer.decode(by_hand, skip_special_tokens=True).strip()
+    assert seen[0] == seen[1] and seen[2] == ["<|start|>user\nWhen?<|end|>\n<|start|>assistant\n"]
+    assert seen[3][0].endswith("A word.<|end|>\n" + seen[2][0])
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "at least one message"),
+        ([{"role": "user"}], "Message 0"),
+        ([{"role": "user", "content": "a"}, "b"], "Message 1"),
+        ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
+    ],
+    ids=["none", "no content", "a string", "no Unicode"],
+)
+def test_what_is_no_chat(library, chat, messages, problem):
+    model, tokenizer = chat
+    memory = library.encode(model, tokenizer, "In the beginning. ", name="doc")
+    with memstore.attach(model, memory) as attached, pytest.raises(AttachError, match=problem):
+        attached.generate(messages, tokenizer=tokenizer)
+
+
+def test_words_do_not_go_on_with_a_cache(library, chat):
+    model, tokenizer = chat
+    memory = library.encode(model, tokenizer, "In the beginning. ", name="doc")
+    with memstore.attach(model, memory) as attached:
+        cache = DynamicCache(config=model.config)
+        attached.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2, **{CACHE: cache})
+        with pytest.raises(AttachError, match="give input_ids="):
+            attached.generate("And then?", tokenizer=tokenizer, **{CACHE: cache})

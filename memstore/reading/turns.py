@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memstore.errors import AttachError
@@ -117,12 +118,17 @@ def prompt_of(kwargs: Mapping[str, Any], past: int, turn: Turn | None) -> Prompt
     """The prompt of a first pass with these keywords: all of it, if the pass is over a part only, and without the
     candidates for tokens after it.
 
-    Raises AttachError for a prompt of generate that ends with padding.
+    Raises AttachError for a prompt of generate that ends with padding, and for one that generate reads twice.
     """
     name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
     tokens, mask = kwargs[name], kwargs.get("attention_mask")
     asked = None if turn is None else turn.new_tokens(past)
     if turn is not None and asked is not None and asked.numel() and asked.shape[1] != (t := tokens.shape[1]):
+        if _rereads(tokens, turn, asked):
+            raise AttachError(
+                "generate reads the whole talk again, behind a cache that holds it, as transformers does in assisted "
+                "decoding with a filled cache. Give no cache, or no assistant and no prompt_lookup_num_tokens."
+            )
         if asked.shape[1] < t:
             tokens = tokens[:, : asked.shape[1]]
             mask = mask[:, : past + asked.shape[1]] if isinstance(mask, Tensor) and mask.dim() == 2 else mask
@@ -142,3 +148,10 @@ def prompt_of(kwargs: Mapping[str, Any], past: int, turn: Turn | None) -> Prompt
             "A prompt ends with padding, after which generate would write. Pad on the left: padding_side='left'."
         )
     return Prompt(past, name, tokens, mask, own, padding, None if turn is None else turn.asking)
+
+
+def _rereads(tokens: Tensor, turn: Turn, asked: Tensor) -> bool:
+    """Whether a pass is over all tokens of a talk, of which only ``asked`` are new."""
+    assert turn.tokens is not None
+    talk = turn.tokens.shape[1]
+    return asked.shape[1] < talk <= tokens.shape[1] and torch.equal(tokens[:, :talk].cpu(), turn.tokens.cpu())
