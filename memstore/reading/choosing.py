@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memstore.reading.kv import KvAttachment
 
 ASKING = 256  # of a longer prompt, the last tokens that ask: a question stands at the end, and is read behind as many
-ENOUGH = 0.5  # of the best score that any block has for a new question: what is read may stay
+ENOUGH = 0.9  # of the best score of any block for a new question: so much of it, and what is read stays
 
 
 class Chooser:

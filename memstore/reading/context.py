@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -46,10 +47,12 @@ class Context:
     repeated: Tensor
     places: Tensor | None = None
 
+    @cached_property
     def shift(self) -> Tensor:
         """[B, 1]: how far each row's own tokens stand behind their usual positions."""
-        return self.rooms() - self.repeated.sum(1, keepdim=True)
+        return self.rooms - self.repeated.sum(1, keepdim=True)
 
+    @cached_property
     def rooms(self) -> Tensor:
         """[B, 1]: the position of each row's first own token."""
         rooms = [reads.room for reads in self.reads for _ in range(reads.rows.start, reads.rows.stop)]

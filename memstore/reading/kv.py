@@ -175,8 +175,8 @@ class KvAttachment(Attachment):
 
         Raises WindowExceededError if they need more positions than there are.
         """
-        self._positions, self._seen = own + context.shift(), past + own.shape[1]
-        window, longest, room = self.adapter.native_window, int(self._positions.max()) + 1, int(context.rooms().max())
+        self._positions, self._seen = own + context.shift, past + own.shape[1]
+        window, longest, room = self.adapter.native_window, int(self._positions.max()) + 1, int(context.rooms.max())
         if longest > window and (self.when_full == "error" or room >= window):
             raise WindowExceededError(
                 f"Memories ({room} tokens), prompt and generated tokens need {longest} positions, and the model has "
@@ -327,7 +327,7 @@ class KvAttachment(Attachment):
         assert self._context.places is not None
         places = self._context.places[:, max(0, self._seen - n) :]
         places = pad(places, (0, n - places.shape[1]))[:, None, None]
-        kept = self.adapter.native_window - self._context.rooms()
+        kept = self.adapter.native_window - self._context.rooms
         return without(mask, places <= (self._positions - kept)[:, None, :, None])
 
     def _from_afar(self, layer: int, query: Tensor) -> Tensor:
