@@ -26,7 +26,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, heads, T, c] to the positions of cos and sin [B, T, r]; channels past r are not rotary."""
     cos, sin = cos[:, None], sin[:, None]
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat((turned * cos + _half_turn(turned) * sin, rest), dim=-1)
+    turned = turned * cos + _half_turn(turned) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
