@@ -99,7 +99,8 @@ class Chooser:
             return load_excerpt(self.adapter, memories, self.attachment.open_memory, spans, room, device, layers)
 
         if scored is None or None in scored:
-            return Reads(rows, [load(scored and scored[None], range(depth))] * depth, room, scored)
+            scores = None if scored is None else scored[None]
+            return Reads(rows, [load(scores, range(depth))] * depth, room, scored)
         nothing = load(None, [])  # stands for layers that do not read
         return Reads(rows, [load(scored[i], [i]) if i in scored else nothing for i in range(depth)], room, scored)
 

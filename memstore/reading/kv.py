@@ -257,7 +257,7 @@ class KvAttachment(Attachment):
         before is read from a copy of the cache, which so stays as it is."""
         prompt, start = chooser.prompt, chooser.start
         end = replace(context, repeated=context.repeated[:, start:] if start else context.repeated)
-        self._stand(end, prompt.own[:, start:] + context.shift() - end.shift(), prompt.past)
+        self._stand(end, prompt.own[:, start:] + context.shift - end.shift, prompt.past)
         inputs: dict[str, Any] = {prompt.name: prompt.tokens[:, start:], "position_ids": self._positions}
         if cache is None:
             inputs |= {"attention_mask": (~prompt.padding[:, start:]).long(), "use_cache": False}
