@@ -27,15 +27,21 @@ ASKING = 256  # of a longer prompt, the last tokens that ask: a question stands 
 
 
 class Chooser:
-    """Chooses for one prompt. own: [B, T], its tokens' usual positions; padding, repeated: [B, T], which of them are
-    padding, and which the sink stands for."""
+    """Chooses for one prompt. own: [B, T], its tokens' usual positions; padding, repeated, closing: [B, T], which of
+    them are padding, which the sink stands for, and which the chat template puts behind the words."""
 
     def __init__(
-        self, attachment: KvAttachment, kwargs: dict[str, Any], own: Tensor, padding: Tensor, repeated: Tensor
+        self,
+        attachment: KvAttachment,
+        kwargs: dict[str, Any],
+        own: Tensor,
+        padding: Tensor,
+        repeated: Tensor,
+        closing: Tensor,
     ) -> None:
         self.attachment, self.adapter, self.own, self.repeated = attachment, attachment.adapter, own, repeated
         self._kwargs, self._padding = kwargs, padding
-        asks = ~(padding | repeated)
+        asks = ~(padding | repeated | closing)
         asks &= asks.flip(1).cumsum(1).flip(1) <= ASKING
         self._columns = asks.any(0).nonzero().flatten()
         self._asks = asks[:, self._columns]

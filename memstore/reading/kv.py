@@ -23,8 +23,8 @@ from memstore.memory import Memory
 from memstore.provenance import Seen
 from memstore.reading.chat import BETWEEN, chat_frame
 from memstore.reading.choosing import Chooser
-from memstore.reading.excerpt import load_excerpt, sink_ids, sink_of
-from memstore.reading.masks import leading, own_mask, own_positions, padding_mask
+from memstore.reading.excerpt import closing_ids, load_excerpt, sink_ids, sink_of
+from memstore.reading.masks import leading, own_mask, own_positions, padding_mask, trailing
 from memstore.reading.passes import checked_layers, device_of, find_cache, finish
 from memstore.reading.reads import Reads
 from memstore.reading.selection import BLOCK, Span, num_blocks
@@ -180,14 +180,14 @@ class KvAttachment(Attachment):
         """Choose what each row of a new prompt reads."""
         groups = self._groups(len(own))
         padding = padding_mask(kwargs, own)
-        repeated = torch.zeros_like(padding)
-        for memories, rows in groups:
-            if (header := sink_ids(memories)) and kwargs.get("input_ids") is not None:
-                repeated[rows] = leading(kwargs["input_ids"][rows], padding[rows], header)
+        repeated, closing = torch.zeros_like(padding), torch.zeros_like(padding)
+        for memories, rows in groups if kwargs.get("input_ids") is not None else []:
+            repeated[rows] = leading(kwargs["input_ids"][rows], padding[rows], sink_ids(memories))
+            closing[rows] = trailing(kwargs["input_ids"][rows], padding[rows], closing_ids(memories))
         reads = [replace(whole, rows=groups[i][1]) for i, whole in self._whole.items()]
         wanting = [group for i, group in enumerate(groups) if i not in self._whole]
         if wanting:
-            chooser = Chooser(self, kwargs, own, padding, repeated)
+            chooser = Chooser(self, kwargs, own, padding, repeated, closing)
             if self.selector.needs_queries:
                 self._pass_over(chooser, reads + [chooser.before(*group) for group in wanting])
             reads += [each for group in wanting for each in chooser.choose(*group)]
