@@ -86,6 +86,7 @@ def describe(
         parts=parts,
         rule=rule,
         prefix_ids=tuple(prefix),
+        closing_ids=() if tokenizer is None else tuple(adapter.closing(tokenizer)),
         lead_ids=_lead(document, rule, room) if prefix else (),
         batch_size=BATCH if batch_size is None else batch_size,
         device=adapter.model.device.type,

@@ -219,6 +219,10 @@ class DecoderOnlyAdapter(ModelAdapter):
         first tokens do not become the attention sink, and what is kept was read as what a user gave."""
         return chat_frame(tokenizer).header
 
+    def closing(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """What stands behind the user's words in a chat: the words of the template, which many texts know too."""
+        return list(tokenizer(chat_frame(tokenizer).after, add_special_tokens=False)["input_ids"])
+
     def rope(self) -> Tensor | None:
         return None if self.rotary is None else frequencies(self.rotary)
 

@@ -310,6 +310,10 @@ class ModelAdapter(ABC):
         """Tokens to read before every window of a long document; none unless the family needs them."""
         return []
 
+    def closing(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Tokens that a prompt ends with and that ask nothing of a memory; none unless the family has such."""
+        return []
+
     @property
     def vocab_size(self) -> int:
         """Token ids that the model reads are below this; 0 if it does not read token ids."""

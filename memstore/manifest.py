@@ -100,6 +100,7 @@ class Manifest(BaseModel):
     parts: dict[str, PartSpec]
     rule: WindowRule
     prefix_ids: tuple[int, ...] = ()  # read before every window and kept apart, as the sink
+    closing_ids: tuple[int, ...] = ()  # what the chat template puts behind a prompt, which asks nothing
     lead_ids: tuple[int, ...] = ()  # read between the prefix and the first window, and not kept
     batch_size: int = Field(gt=0)
     device: str

@@ -287,7 +287,7 @@ def test_of_a_long_prompt_the_end_asks(llama: Any, memories: list[Any], monkeypa
         llama(input_ids=prompt[None])
         llama(input_ids=padded, attention_mask=(torch.arange(67) >= 7).long()[None])
     hook.remove()
-    assert passes == [60, 60, 20, 60, 20, 67] or passes == [60, 60, 60, 20, 67, 20]
+    assert sorted(passes) == [20, 20, 60, 60, 60, 67]  # each prompt is passed over, and read
     whole, end, behind_padding = hears.questions
     assert int(whole.asks.sum()) == 60 and int(end.asks.sum()) == int(behind_padding.asks.sum()) == 10
     assert end.token_ids is not None and end.token_ids[0].tolist() == prompt[-10:].tolist()

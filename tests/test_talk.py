@@ -215,7 +215,7 @@ def test_a_chat(library, chat):
         ids = tokenizer(whole, add_special_tokens=False, return_tensors="pt")["input_ids"]
         by_hand = attached.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         assert answer == tokenizer.decode(by_hand, skip_special_tokens=True).strip()
-    assert seen[0] == seen[1] and seen[2] == ["<|start|>user\nWhen?<|end|>\n<|start|>assistant\n"]
+    assert seen[0] == seen[1] and seen[2] == ["<|start|>user\nWhen?"]
     assert seen[3][0].endswith("A word.<|end|>\n" + seen[2][0])
 
 

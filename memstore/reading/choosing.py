@@ -31,12 +31,15 @@ ENOUGH = 0.9  # of the best score of any block for a new question: so much of it
 
 
 class Chooser:
-    """Chooses for one prompt. repeated: [B, T], which of its tokens the sink stands for."""
+    """Chooses for one prompt. repeated, closing: [B, T], which of its tokens the sink stands for, and which the chat
+    template puts behind the words."""
 
-    def __init__(self, attachment: KvAttachment, prompt: Prompt, repeated: Tensor) -> None:
+    def __init__(self, attachment: KvAttachment, prompt: Prompt, repeated: Tensor, closing: Tensor) -> None:
         self.attachment, self.adapter, self.prompt = attachment, attachment.adapter, prompt
-        asks = ~(prompt.padding | repeated)
-        asks &= asks.flip(1).cumsum(1).flip(1) <= (ASKING if prompt.asking is None else min(prompt.asking, ASKING))
+        asks = ~(prompt.padding | repeated | closing)
+        if prompt.asking is not None:
+            asks &= (~prompt.padding).flip(1).cumsum(1).flip(1) <= prompt.asking
+        asks &= asks.flip(1).cumsum(1).flip(1) <= ASKING
         self._columns = asks.any(0).nonzero().flatten()
         self._asks = asks[:, self._columns]
         first = int(self._columns[0]) if len(self._columns) else prompt.own.shape[1]

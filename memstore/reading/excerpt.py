@@ -104,6 +104,11 @@ def sink_ids(memories: Sequence[Memory]) -> tuple[int, ...]:
     return memories[sink_of(memories)[0]].manifest.prefix_ids
 
 
+def closing_ids(memories: Sequence[Memory]) -> tuple[int, ...]:
+    """The tokens that the chat template puts behind a prompt; none if no memory was read with a tokenizer."""
+    return next((memory.manifest.closing_ids for memory in memories if memory.manifest.closing_ids), ())
+
+
 def load_layer(
     part: str, opened: Sequence[OpenMemory], spans: Sequence[Span], sink: tuple[int, int], device: torch.device
 ) -> Tensor:

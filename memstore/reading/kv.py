@@ -26,8 +26,8 @@ from memstore.provenance import Seen
 from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.choosing import Chooser
 from memstore.reading.context import Context, Mark, mark_of, new_mark
-from memstore.reading.excerpt import load_excerpt, sink_ids, sink_of
-from memstore.reading.masks import leading, own_mask, own_positions, without
+from memstore.reading.excerpt import closing_ids, load_excerpt, sink_ids, sink_of
+from memstore.reading.masks import leading, own_mask, own_positions, trailing, without
 from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
 from memstore.reading.reads import Reads, in_order
 from memstore.reading.rotary import moved
@@ -211,14 +211,14 @@ class KvAttachment(Attachment):
         """Choose what each row of a new prompt reads."""
         groups = self._groups(len(prompt.own))
         repeated = torch.zeros_like(prompt.padding)
-        for memories, rows in groups:
-            if (header := sink_ids(memories)) and prompt.ids is not None:
-                repeated[rows] = leading(prompt.ids[rows], prompt.padding[rows], header)
+        if (ids := prompt.ids) is not None:
+            for memories, rows in groups:
+                repeated[rows] = leading(ids[rows], prompt.padding[rows], sink_ids(memories))
         reads = [replace(whole, rows=groups[i][1]) for i, whole in self._whole.items()]
         wanting = [group for i, group in enumerate(groups) if i not in self._whole]
         if not wanting:
             return Context(in_order(reads), repeated)
-        chooser = Chooser(self, prompt, repeated)
+        chooser = Chooser(self, prompt, repeated, self._closing(prompt))
         if self.selector.needs_queries:
             before = [chooser.before(*group) for group in wanting]
             self._pass_over(chooser, Context(in_order(reads + before), repeated))
@@ -228,7 +228,7 @@ class KvAttachment(Attachment):
     def _renewed(self, context: Context, prompt: Prompt, cache: Any) -> Context:
         """The context of a talk for a new turn: rows for which other blocks are worth more now choose anew. The room
         stays the same, so that no token moves that was read before."""
-        chooser = Chooser(self, prompt, torch.zeros_like(prompt.padding))
+        chooser = Chooser(self, prompt, torch.zeros_like(prompt.padding), self._closing(prompt))
         wanting = []
         for i, (memories, rows) in enumerate(self._groups(len(prompt.own))):
             own = [each for each in context.reads if rows.start <= each.rows.start < rows.stop]
@@ -245,6 +245,14 @@ class KvAttachment(Attachment):
         for memories, rows, own in wanting:
             reads = [each for each in reads if each not in own] + chooser.choose(memories, rows, own)
         return replace(context, reads=in_order(reads))
+
+    def _closing(self, prompt: Prompt) -> Tensor:
+        """[B, T]: the tokens that the chat template puts behind the words of a prompt."""
+        closing = torch.zeros_like(prompt.padding)
+        if (ids := prompt.ids) is not None:
+            for memories, rows in self._groups(len(prompt.own)):
+                closing[rows] = trailing(ids[rows], prompt.padding[rows], closing_ids(memories))
+        return closing
 
     def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
         """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""

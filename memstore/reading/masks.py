@@ -41,11 +41,18 @@ def padding_mask(kwargs: dict[str, Any], own: Tensor) -> Tensor:
 
 def leading(ids: Tensor, padding: Tensor, header: Sequence[int]) -> Tensor:
     """[b, T] boolean: the tokens of ``header`` in the rows that begin with it, after their padding."""
+    if not header:
+        return torch.zeros_like(padding)
     place = (~padding).cumsum(1) - 1
     inside = ~padding & (place < len(header))
     expected = torch.tensor(header, device=ids.device)[place.clamp(0, len(header) - 1)]
     begins = (inside & (ids == expected)).sum(1, keepdim=True) == len(header)
     return inside & begins
+
+
+def trailing(ids: Tensor, padding: Tensor, closing: Sequence[int]) -> Tensor:
+    """[b, T] boolean: the tokens of ``closing`` in the rows that end with it, before their padding."""
+    return leading(ids.flip(1), padding.flip(1), closing[::-1]).flip(1)
 
 
 def own_mask(mask: Tensor | None, query: Tensor, n: int) -> tuple[Tensor | None, int]:

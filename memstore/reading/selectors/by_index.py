@@ -35,7 +35,7 @@ class ByIndex(BlockSelector):
     def score(self, question: Question) -> Tensor:
         return for_each_row(question, self._scored).mean(0)
 
-    def _scored(self, question: Question, queries: dict[int, Tensor]) -> Tensor:
+    def _scored(self, question: Question, row: int, queries: dict[int, Tensor]) -> Tensor:
         return torch.stack(
             [shares(self._best(question, i, query), sink_scores(question, i, query)) for i, query in queries.items()]
         )

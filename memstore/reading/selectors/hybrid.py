@@ -23,10 +23,10 @@ class Hybrid(BlockSelector):
         self._lexical.prepare([each for each in opened if each.memory.manifest.has_ids])
 
     def score(self, question: Question) -> Tensor:
-        seen = self._scouting.score(question)
         if question.token_ids is None or not all(memory.manifest.has_ids for memory in question.memories):
-            return seen
-        return _relative(seen) + _relative(self._lexical.score(question))
+            return self._scouting.score(question)
+        words = self._lexical.score(question)
+        return _relative(self._scouting.score(question, words)) + _relative(words)
 
 
 def _relative(scores: Tensor) -> Tensor:

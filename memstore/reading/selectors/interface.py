@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class Question:
     """What some rows of a batch, which have the same memories, ask of them.
 
-    layers: those that read memories, ascending. asks: [b, T] boolean, the tokens that count: no padding, no template
-    header, and of a long prompt the last ones. token_ids: [b, T], None where the model was given embeddings. queries:
-    {layer: [b, H, T, c]} float32, times the attention's scaling, as they ask keys that are not rotated; empty for a
-    selector that does not need them.
+    layers: those that read memories, ascending. asks: [b, T] boolean, the tokens that count: no padding, nothing of the
+    chat template, and of a long prompt the last ones. token_ids: [b, T], None where the model was given embeddings.
+    queries: {layer: [b, H, T, c]} float32, times the attention's scaling, as they ask keys that are not rotated; empty
+    for a selector that does not need them.
     """
 
     adapter: DecoderOnlyAdapter

@@ -7,6 +7,7 @@ block are scored first (Quest, Tang et al. 2024, bounds keys in this way), exact
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from memstore.reading.selection import BLOCK, num_blocks
 from memstore.reading.selectors.interface import BlockSelector, Question
 
 SCORES = 1 << 20  # scores held at once, which the cache of a core holds
-CANDIDATES = 256  # blocks whose keys are read
+CANDIDATES = 128  # blocks whose keys are read: the best by their bounds, and as many that something else speaks for
 LOWEST = -1e30  # the score of a sink where there is none: finite, so that a query that finds nothing gives no NaN
 
 
@@ -24,8 +25,10 @@ class Scouting(BlockSelector):
     """A block's score is the mean over layers of its share of a softmax over the sink and all blocks, each standing for
     its best key; the maximum over heads and asking tokens. Layers disagree, and their mean finds the place."""
 
-    def score(self, question: Question) -> Tensor:
-        return for_each_row(question, _scored).mean(0)
+    def score(self, question: Question, prior: Tensor | None = None) -> Tensor:
+        """prior: [b, blocks], scores of blocks that are worth a look whatever their bounds say. Bounds are far from
+        what they bound, and lose many a block to which one head of a few layers would point."""
+        return for_each_row(question, partial(_scored, prior=prior)).mean(0)
 
 
 class PerLayer(BlockSelector):
@@ -35,23 +38,25 @@ class PerLayer(BlockSelector):
         return for_each_row(question, _scored)
 
 
-def for_each_row(question: Question, score: Callable[[Question, dict[int, Tensor]], Tensor]) -> Tensor:
-    """[layers, b, blocks] of what ``score`` makes, [layers, blocks], of a row's queries {layer: [H, t, c]}; 0 where a
-    row asks nothing."""
+def for_each_row(question: Question, score: Callable[[Question, int, dict[int, Tensor]], Tensor]) -> Tensor:
+    """[layers, b, blocks] of what ``score`` makes, [layers, blocks], of a row's number and queries {layer: [H, t, c]};
+    0 where a row asks nothing."""
     rows = []
     for row, asks in enumerate(question.asks):
         asking = asks.nonzero().flatten()
         queries = {layer: query[row][:, asking] for layer, query in question.queries.items()}
         nothing = asks.new_zeros(len(queries), question.num_blocks, dtype=torch.float32)
-        rows.append(score(question, queries) if len(asking) else nothing)
+        rows.append(score(question, row, queries) if len(asking) else nothing)
     return torch.stack(rows, dim=1)
 
 
-def _scored(question: Question, queries: dict[int, Tensor]) -> Tensor:
+def _scored(question: Question, row: int, queries: dict[int, Tensor], prior: Tensor | None = None) -> Tensor:
     """The shares of all blocks [layers, blocks]; 0 for those that are no candidates."""
     sinks = {layer: sink_scores(question, layer, query) for layer, query in queries.items()}
     first = torch.stack([shares(bound_scores(question, i, query), sinks[i]) for i, query in queries.items()])
-    candidates = first.mean(0).topk(min(CANDIDATES, question.num_blocks)).indices.sort().values
+    few = min(CANDIDATES, question.num_blocks)
+    best = [scores.topk(few).indices for scores in (first.mean(0), *([] if prior is None else [prior[row]]))]
+    candidates = torch.cat(best).unique()
     scores = torch.zeros_like(first)
     for place, (i, query) in enumerate(queries.items()):
         scores[place, candidates] = shares(key_scores(question, i, query, candidates), sinks[i])
