@@ -6,6 +6,7 @@ there is something to compare with where a memory is not read whole."""
 from __future__ import annotations
 
 from inspect import signature
+from typing import Any
 
 import torch
 import transformers as tf
@@ -18,14 +19,23 @@ CACHE = "cache" if "cache" in signature(tf.LlamaForCausalLM.forward).parameters 
 LENGTH, BUDGET = 640, 64  # a document of ten blocks, of which one is read
 
 
+def held(cache: tf.Cache) -> dict[str, Any]:
+    """The keyword that gives a model this cache."""
+    return {CACHE: cache}
+
+
 def shallow(window: int = 512, layers: int = 1, sliding: int | None = None, seed: int = 0):
     """A tiny model with ``window`` positions."""
-    kind, config = (
-        (tf.LlamaForCausalLM, tf.LlamaConfig) if sliding is None else (tf.MistralForCausalLM, tf.MistralConfig)
-    )
-    extra = {} if sliding is None else {"sliding_window": sliding}
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2}
-    ids = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    llama: tuple[Any, Any] = (tf.LlamaForCausalLM, tf.LlamaConfig)
+    kind, config = llama if sliding is None else (tf.MistralForCausalLM, tf.MistralConfig)
+    extra: dict[str, Any] = {} if sliding is None else {"sliding_window": sliding}
+    shape: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    }
+    ids: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     made = config(num_hidden_layers=layers, max_position_embeddings=window, **shape, **ids, **extra)
     return randomised(lambda: kind(made), seed)
 
@@ -62,6 +72,6 @@ def remember(library, model, ids: torch.Tensor, name: str = "doc"):
     return library.encode(model, input_ids=ids, name=name, window=128)
 
 
-def greedy(new: int) -> dict[str, object]:
+def greedy(new: int) -> dict[str, Any]:
     """Keywords of generate for so many tokens."""
     return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}

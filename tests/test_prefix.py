@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -10,7 +12,7 @@ import memstore
 from memstore.errors import AttachError, FingerprintMismatchError, UnsupportedModelError
 from tests.decoders import DECODERS
 from tests.models import build, tokens
-from tests.talks import CACHE, greedy
+from tests.talks import greedy, held
 
 
 @pytest.mark.parametrize("family", sorted(DECODERS))
@@ -18,14 +20,15 @@ def test_it_holds_what_the_plain_model_has_read(library, family):
     model, text, ids = build(family), tokens(60), tokens(9, seed=1, rows=1)
     memory, whole = library.encode(model, input_ids=text, name="doc"), torch.cat((text[None], ids), dim=1)
     cache, plain = memory.to_cache(model), DynamicCache(config=model.config)
+    layers: Any = zip(cache.layers, plain.layers, strict=True)
     with torch.no_grad():
-        model(input_ids=text[None], **{CACHE: plain})
-        for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        model(input_ids=text[None], **held(plain))
+        for ours, theirs in layers:
             assert ours.get_seq_length() == 60 and ours.keys.shape == theirs.keys.shape
             assert (ours.keys - theirs.keys).abs().max() < 1e-4 and torch.equal(ours.values, theirs.values)
         expected = model(input_ids=whole).logits[:, 60:]
-        assert (model(input_ids=ids, **{CACHE: cache}).logits - expected).abs().max() < 1e-3
-    written = model.generate(input_ids=whole, **{CACHE: memory.to_cache(model)}, **greedy(8))
+        assert (model(input_ids=ids, **held(cache)).logits - expected).abs().max() < 1e-3
+    written = model.generate(input_ids=whole, **held(memory.to_cache(model)), **greedy(8))
     assert torch.equal(written, model.generate(input_ids=whole, **greedy(8)))
 
 
@@ -34,7 +37,7 @@ def test_several_rows(library):
     cache = library.encode(model, input_ids=text, name="doc").to_cache(model)
     cache.batch_repeat_interleave(3)
     whole = torch.cat((text.expand(3, -1), ids), dim=1)
-    written = model.generate(input_ids=whole, **{CACHE: cache}, **greedy(8))
+    written = model.generate(input_ids=whole, **held(cache), **greedy(8))
     assert torch.equal(written, model.generate(input_ids=whole, **greedy(8)))
 
 
@@ -58,4 +61,4 @@ def test_a_cache_from_a_memory_is_not_read_beside_another(library):
     model, ids = build("llama"), tokens(69, rows=1)
     doc = library.encode(model, input_ids=ids[0, :60], name="doc")
     with memstore.attach(model, doc) as attached, pytest.raises(AttachError, match="outside the attachment"):
-        attached.generate(input_ids=ids, max_new_tokens=2, **{CACHE: doc.to_cache(model)})
+        attached.generate(input_ids=ids, max_new_tokens=2, **held(doc.to_cache(model)))

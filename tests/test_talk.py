@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from memstore.errors import AttachError
 from memstore.reading.chat import BETWEEN, chat_frame
 from tests import tiny
 from tests.models import build, tokens
-from tests.talks import BUDGET, CACHE, Pointing, block, document, greedy, remember, shallow
+from tests.talks import BUDGET, Pointing, block, document, greedy, held, remember, shallow
 
 EXACT = 1e-4
 
@@ -35,9 +36,9 @@ def test_a_talk_in_turns_is_read_as_if_the_document_stood_before_it(library, fam
     static, answers = StaticCache(config=model.config, max_cache_len=64), []
     with memstore.attach(model, memory) as attached:
         for cache in (DynamicCache(config=model.config), static):
-            first = model.generate(input_ids=prompt(43), **{CACHE: cache}, **greedy(5))
+            first = model.generate(input_ids=prompt(43), **held(cache), **greedy(5))
             talk = torch.cat((first, prompt(87, seed=2)), dim=1)
-            written = attached.generate(input_ids=talk, **{CACHE: cache}, **greedy(5))
+            written = attached.generate(input_ids=talk, **held(cache), **greedy(5))
             answers.append((talk, written))
     assert "generate" not in vars(model)
     for talk, written in answers:
@@ -54,12 +55,12 @@ def test_a_new_question_reads_another_block(library, listen):
         for last, generate in ((43, model.generate), (87, here.generate), (27, model.generate)):
             talk = torch.cat((talk, prompt(last)), dim=1)
             before = copy.deepcopy(cache)
-            written = generate(input_ids=talk, **{CACHE: cache}, **greedy(8))
+            written = generate(input_ids=talk, **held(cache), **greedy(8))
             readings = here.provenance()
             assert {r.start_token // 64 for r in readings} == {last % 10} and {r.step for r in readings} == set(
                 range(8)
             )
-            again = generate(input_ids=talk, **{CACHE: before}, **greedy(8))  # a copy of the cache knows the talk too
+            again = generate(input_ids=talk, **held(before), **greedy(8))  # a copy of the cache knows the talk too
             assert torch.equal(again, written)
             talk = written
     assert selector.asked[:6] == [[3], [3], [7], [7], [7], [7]]
@@ -78,7 +79,7 @@ def test_every_row_of_a_batch_has_a_talk_of_its_own(library):
             new = [prompt(lasts[row][turn], seed=row, length=lengths[row][turn])[0] for row in range(2)]
             ids = torch.cat((ids, torch.stack([torch.nn.functional.pad(x, (7 - len(x), 0)) for x in new])), dim=1)
             mask = torch.cat((mask, torch.tensor([[0] * (7 - len(x)) + [1] * len(x) for x in new])), dim=1)
-            ids = model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **greedy(4))
+            ids = model.generate(input_ids=ids, attention_mask=mask, **held(cache), **greedy(4))
             mask = torch.nn.functional.pad(mask, (0, 4), value=1)
     for row in range(2):
         talk = ids[row][mask[row].bool()]
@@ -86,7 +87,7 @@ def test_every_row_of_a_batch_has_a_talk_of_its_own(library):
         assert torch.equal(logits(model, whole)[0, -5:-1].argmax(-1), talk[-4:])
 
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "sampling": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
@@ -97,8 +98,8 @@ WAYS = {
     "chunks": {"prefill_chunk_size": 4},
     "chunks in a static cache": {"prefill_chunk_size": 4, "cache_implementation": "static"},
     "words of the prompt": {"prompt_lookup_num_tokens": 4},
-    "assistant": {"assistant_model": shallow(seed=1)},
-    "an assistant as good as itself": {"assistant_model": shallow()},
+    "assistant": {"assistant_model": 1},
+    "an assistant as good as itself": {"assistant_model": 0},
 }
 
 
@@ -106,8 +107,10 @@ WAYS = {
 def test_whatever_generate_does_it_reads_what_the_prompt_asks_for(library, way):
     """As the plain model with the text of those spans before the prompt; no candidate or chunk chooses."""
     model, text, selector, settings = shallow(), document(), Pointing(), greedy(12) | WAYS[way]
+    if "assistant_model" in settings:
+        settings["assistant_model"] = shallow(seed=settings["assistant_model"])
     ids = torch.cat((prompt(43, length=9)[:, :-1], prompt(43, length=9)), dim=1)  # repeats itself: there is a candidate
-    plain = {key: value for key, value in settings.items() if key not in ("prefill_chunk_size",)}
+    plain = {key: value for key, value in settings.items() if key != "prefill_chunk_size"}
     torch.manual_seed(0)
     expected = model.generate(input_ids=torch.cat((block(ids[0], text)[None], ids), dim=1), **plain)[:, 64:]
     with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
@@ -123,13 +126,13 @@ def test_a_later_turn_is_read_alike_in_chunks(library):
     with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
         for extra in ({}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 4}):
             cache = DynamicCache(config=model.config)
-            talk = model.generate(input_ids=prompt(43, length=9), **{CACHE: cache}, **greedy(6), **extra)
+            talk = model.generate(input_ids=prompt(43, length=9), **held(cache), **greedy(6), **extra)
             talk = torch.cat((talk, prompt(87, length=9)), dim=1)
             if "prompt_lookup_num_tokens" in extra:
                 with pytest.raises(AttachError, match="the whole talk again"):
-                    model.generate(input_ids=talk, **{CACHE: cache}, **greedy(12), **extra)
+                    model.generate(input_ids=talk, **held(cache), **greedy(12), **extra)
             else:
-                written.append(model.generate(input_ids=talk, **{CACHE: cache}, **greedy(12), **extra))
+                written.append(model.generate(input_ids=talk, **held(cache), **greedy(12), **extra))
     assert torch.equal(*written)
     assert selector.asked == [[3], [7], [3], [7], [3]]
 
@@ -173,16 +176,16 @@ def test_a_cache_of_other_rows(library):
     ids = torch.cat((prompt(43), prompt(87)))
     with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=Pointing()), torch.no_grad():
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids, **{CACHE: cache})
+        model(input_ids=ids, **held(cache))
         step = torch.tensor([[11], [12]])
-        expected = model(input_ids=step, **{CACHE: copy.deepcopy(cache)}).logits.repeat_interleave(2, 0)
+        expected = model(input_ids=step, **held(copy.deepcopy(cache))).logits.repeat_interleave(2, 0)
         cache.batch_repeat_interleave(2)
         kept = copy.deepcopy(cache)
-        repeated = model(input_ids=step.repeat_interleave(2, 0), **{CACHE: cache}).logits
+        repeated = model(input_ids=step.repeat_interleave(2, 0), **held(cache)).logits
         assert (repeated - expected).abs().max() < EXACT
         kept.batch_select_indices(torch.tensor([0, 2, 3]))
         with pytest.raises(AttachError, match="3 rows goes on with a cache of 2"):
-            model(input_ids=torch.tensor([[11], [12], [12]]), **{CACHE: kept})
+            model(input_ids=torch.tensor([[11], [12], [12]]), **held(kept))
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +244,6 @@ def test_words_do_not_go_on_with_a_cache(library, chat):
     memory = library.encode(model, tokenizer, "In the beginning. ", name="doc")
     with memstore.attach(model, memory) as attached:
         cache = DynamicCache(config=model.config)
-        attached.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2, **{CACHE: cache})
+        attached.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2, **held(cache))
         with pytest.raises(AttachError, match="give input_ids="):
-            attached.generate("And then?", tokenizer=tokenizer, **{CACHE: cache})
+            attached.generate("And then?", tokenizer=tokenizer, **held(cache))

@@ -9,10 +9,11 @@ from transformers import AttentionInterface, DynamicCache
 import memstore
 from memstore.errors import AttachError, WindowExceededError
 from tests.models import build, tokens
-from tests.talks import BUDGET, CACHE, Pointing, block, document, greedy, remember, shallow
+from tests.talks import BUDGET, Pointing, block, document, greedy, held, remember, shallow
 
 EXACT = 1e-4
 WINDOW, ROOM = 128, 64  # a native window of which a half is the memory's
+NARROW, MEMORY = 48, 24  # and one that leaves less to reckon
 
 
 def logits(model, ids, **keywords):
@@ -48,10 +49,13 @@ def test_every_token_sees_the_memory_and_the_last_tokens(library, sliding, stati
             assert best_token(model, kept) == int(own[end])
 
 
+TURNS: list[torch.Tensor] = []  # cos and sin of all positions
+
+
 def in_pairs(module, query, key, value, mask, **given):
-    """Attention that reckons every pair of tokens by itself: as far apart as a model of WINDOW positions sees them that
-    keeps the first ROOM tokens, and lets go of the oldest others."""
-    cos, sin = (x[0, :, : query.shape[-1]] for x in in_pairs.turns)
+    """Attention that reckons every pair of tokens by itself: as far apart as a model of NARROW positions sees them that
+    keeps the first MEMORY tokens, and lets go of the oldest others."""
+    cos, sin = (x[0, :, : query.shape[-1]] for x in TURNS)
 
     def turn(x, at):
         half = x.shape[-1] // 2
@@ -67,9 +71,9 @@ def in_pairs(module, query, key, value, mask, **given):
         plain_q = [back(query[0, h, i], i) for i in range(n)]
         plain_k = [back(key[0, h // group, i], i) for i in range(n)]
         for i in range(n):
-            gone = max(0, i + 1 - WINDOW)
-            seen = [j for j in range(i + 1) if i < ROOM or j < ROOM or j >= ROOM + gone]
-            at = [j + gone if j < ROOM <= i else j for j in seen]
+            gone = max(0, i + 1 - NARROW)
+            seen = [j for j in range(i + 1) if i < MEMORY or j < MEMORY or j >= MEMORY + gone]
+            at = [j + gone if j < MEMORY <= i else j for j in seen]
             scores = torch.stack([turn(plain_q[i], i) @ turn(plain_k[j], p) for j, p in zip(seen, at, strict=True)])
             weights = (scores * given["scaling"]).softmax(0)
             output[0, i, h] = weights @ value[0, h // group, seen]
@@ -78,24 +82,28 @@ def in_pairs(module, query, key, value, mask, **given):
 
 def test_deeper_models_against_attention_pair_by_pair(library):
     """Two layers: what is dropped has been seen by what is kept. One pass, and token by token with a cache."""
-    model, text, ids = shallow(WINDOW, layers=2), tokens(ROOM), tokens(90, seed=4, rows=1)
+    model, text, ids = shallow(NARROW, layers=2), tokens(MEMORY), tokens(60, seed=4, rows=1)
     memory = library.encode(model, input_ids=text, name="doc")
     with memstore.attach(model, memory, when_full="drop"), torch.no_grad():
         once = logits(model, ids)
         cache = DynamicCache(config=model.config)
-        steps = [model(input_ids=part, **{CACHE: cache}).logits for part in ids.split([50, 1, 20, *[1] * 19], dim=1)]
+        steps = [model(input_ids=part, **held(cache)).logits for part in ids.split([30, 1, 20, *[1] * 9], dim=1)]
     whole = torch.cat((text[None], ids), dim=1)
-    in_pairs.turns = model.model.rotary_emb(torch.empty(0), torch.arange(whole.shape[1])[None])
+    TURNS[:] = model.model.rotary_emb(torch.empty(0), torch.arange(whole.shape[1])[None])
     AttentionInterface.register("in-pairs", in_pairs)
     model.set_attn_implementation("in-pairs")
-    expected = logits(model, whole)[:, ROOM:]
+    expected = logits(model, whole)[:, MEMORY:]
     assert (once - expected).abs().max() < EXACT
     assert (torch.cat(steps, dim=1) - expected).abs().max() < EXACT
     model.set_attn_implementation("sdpa")
-    assert (logits(model, whole)[:, ROOM:] - expected).abs().max() > 100 * EXACT  # a plain model sees more
+    assert (logits(model, whole)[:, MEMORY:] - expected).abs().max() > 100 * EXACT  # a plain model sees more
 
 
-@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 5}, {"prefill_chunk_size": 30}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 5}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 30}],
+    ids=str,
+)
 def test_dropping_does_not_depend_on_how_tokens_come(library, settings):
     """Beams agree with beams of the same model that computes without a cache, others with greedy search."""
     model, text, ids = shallow(WINDOW, layers=2), document(), tokens(50, seed=3, rows=1)
@@ -113,7 +121,7 @@ def test_a_talk_goes_on_when_it_is_full(library):
     ) as attached:
         for last in asked:
             new = torch.cat((tokens(29, seed=last), torch.tensor([last])))[None]
-            talk = attached.generate(input_ids=torch.cat((talk, new), dim=1), **{CACHE: cache}, **greedy(20))
+            talk = attached.generate(input_ids=torch.cat((talk, new), dim=1), **held(cache), **greedy(20))
     for turn, last in enumerate(asked):
         for end in range(50 * turn + 30, 50 * turn + 50, 4):
             kept = torch.cat((block(torch.tensor([last]), text), talk[0, :end][-(WINDOW - ROOM) :]))
