@@ -2,7 +2,7 @@
 
     python bench/passkey.py --length 65536 --trials 40 --seed 1
 
-SmolLM2-135M-Instruct in bfloat16, the King James Bible as filler, kept in int8, the needle in place of as many of its
+SmolLM2-135M-Instruct in float32, the King James Bible as filler, kept in int8, the needle in place of as many of its
 tokens at a random depth, a natural question through the chat template, and no beginning of the answer. Beside the
 memory's answer stand those of the plain model with the very spans that the memory chose pasted into its prompt as text,
 of the plain model with 3,000 tokens of the document around the needle, which is what it can do at best, and of the
@@ -114,7 +114,10 @@ def filler(reader: Reader, length: int = FILLER) -> Memory:
             store.encode(reader.model, reader.tokenizer, input_ids=ids, name="filler", dtype="int8")
             print(f"{length} tokens encoded in {time.perf_counter() - began:.0f} s", flush=True)
 
-    folder = assets.build_once(assets.cache_dir() / "bench" / f"smollm2-filler-{length}", encode)
+    folder = assets.build_once(
+        assets.cache_dir() / "bench" / f"smollm2-filler-{str(reader.model.dtype).removeprefix('torch.')}-{length}",
+        encode,
+    )
     return memstore.open(folder, "r")["filler"]
 
 
@@ -192,10 +195,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs="+", default=[16384])
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="what the model computes in"
+    )
     parser.add_argument("--selector", default=DEFAULT, choices=list(SELECTORS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    reader = smollm2(torch.bfloat16)
+    reader = smollm2(getattr(torch, args.dtype))
     base = filler(reader)
     args.out.mkdir(parents=True, exist_ok=True)
     for length in args.length:
