@@ -196,25 +196,9 @@ def answerable_table(result: Row) -> Iterator[str]:
             yield f"| {SCORES[name]} | {kind} | {counts} | {row['auc']:.2f} | {100 * row['true_positives']:.0f} % |"
 
 
-def load_passkeys() -> list[Row]:
-    """The results of `bench/passkey.py`, by length."""
-    found = [json.loads(file.read_text()) for file in RESULTS.glob("passkey-*-seed*.json")]
-    return sorted(found, key=lambda result: (result["length"], result["seed"]))
-
-
-def passkey_table(results: list[Row]) -> Iterator[str]:
-    """Keys found and read, by length."""
-    yield "| tokens | trials | ranked first | chosen | right: memory | pasted | oracle | 3,000 tokens of text |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for row in results:
-        ways = " | ".join(str(row[f"right_{way}"]) for way in ("memory", "pasted", "oracle", "ceiling"))
-        yield f"| {row['length']:,} | {row['trials']} | {row['rank_0']} | {row['chosen']} | {ways} |"
-
-
 def tables() -> list[str]:
     decode = json.loads((RESULTS / "decode.json").read_text())
     return [
-        "\n".join(passkey_table(load_passkeys())),
         "\n".join(coding_table(json.loads((RESULTS / "coding.json").read_text()))),
         "\n".join(encode_table(json.loads((RESULTS / "encode.json").read_text()))),
         "\n".join(index_table(load())),

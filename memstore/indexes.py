@@ -26,6 +26,12 @@ def check_backend(backend: str | None) -> None:
     config.index_plugin(backend)
 
 
+def configured_to_scan() -> bool:
+    """Whether the configured backend scores every key, so that whoever has something better need not ask it."""
+    chosen = load_config().settings.index
+    return chosen.backend in (AUTO, chosen.auto.small)
+
+
 def open_index(
     opened: OpenMemory, backend: str | None = None, keys: Keys | None = None, device: str = "cpu"
 ) -> MemoryIndex:

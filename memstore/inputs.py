@@ -61,8 +61,15 @@ def check_words(prompt: object) -> None:
 def check_messages(messages: object) -> None:
     """Raises AttachError for what is no chat: messages with a role and a content, both texts."""
     if not isinstance(messages, Sequence) or not messages:
-        raise AttachError("A chat is a list of at least one message, {'role': …, 'content': …}.")
+        raise AttachError(
+            f"A prompt is one text, or a chat, a list of messages {{'role': …, 'content': …}}, and no "
+            f"{type(messages).__name__} {'without any' if isinstance(messages, Sequence) else ''}".rstrip()
+            + "."
+        )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise AttachError(f"Message {i} of the chat is no {{'role': …, 'content': …}} with a text each.")
+            raise AttachError(
+                f"Message {i} of the chat is no {{'role': …, 'content': …}} with a text each. Several prompts are "
+                "given as tensors: **tokenizer([…], padding=True, return_tensors='pt')."
+            )
         check_words(message["content"])

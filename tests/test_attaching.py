@@ -260,8 +260,12 @@ def test_a_prompt_that_cannot_be_read_is_said(library):
         with pytest.raises(AttachError, match="not valid Unicode at character 2"):
             attached.generate("é \udcff", tokenizer=tokenizer)
         other: Any
-        for other in (["a", "b"], tokens(3, rows=1)):
-            with pytest.raises(AttachError, match="A prompt is one text, not a (list|Tensor)"):
+        for other, why in (
+            (["a", "b"], "Several prompts are given as tensors"),
+            (tokens(3, rows=1), "no Tensor"),
+            ([], "without"),
+        ):
+            with pytest.raises(AttachError, match=why):
                 attached.generate(other, tokenizer=tokenizer)
         for empty in ({"prompt": "", "tokenizer": tokenizer}, {"input_ids": torch.zeros(1, 0, dtype=torch.long)}):
             with pytest.raises(AttachError, match="no tokens"):

@@ -225,5 +225,7 @@ def test_a_decoder_only_model_and_one_that_reads_pictures_are_left_alone():
     for name, encoder_decoder in (("input_ids", False), ("pixel_values", True)):
         model = unknown()
         model.main_input_name, model.config.is_encoder_decoder = name, encoder_decoder
-        with pytest.raises(UnsupportedModelError, match="No adapter knows model_type 'made-up'. Supported: bart, "):
+        with pytest.raises(
+            UnsupportedModelError, match="No adapter knows model_type 'made-up'. Supported: arcee, bart, "
+        ):
             adapter_for(model)

@@ -247,8 +247,29 @@ def test_an_exact_index_finds_what_scouting_finds(library: Any, family: str) -> 
     several = [library.encode(model, input_ids=tokens(400, seed=i), name=f"d{i}", window=64) for i in range(2)]
     prompt = tokens(9, seed=7, rows=1)
     logits, blocks = read(model, several, prompt, selector="scouting")
-    by_index = read(model, several, prompt, index="exact")
+    by_index = read(model, several, prompt, selector="index", index="exact")
     assert by_index[1] == blocks and (by_index[0] - logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_the_hybrid_finds_blocks_by_an_index_that_is_named_or_configured(
+    llama: Any, memories: list[Any], monkeypatch: pytest.MonkeyPatch, configured: bool
+) -> None:
+    """By a scan of all keys it chooses what scouting and words choose; a configured scan is left alone."""
+    asked: list[int] = []
+    prepare = ByIndex.prepare
+
+    def noting(self: ByIndex, opened: Any) -> None:
+        asked.append(len(opened))
+        prepare(self, opened)
+
+    monkeypatch.setattr(ByIndex, "prepare", noting)
+    scanned = read(llama, memories, words(9, 7)[None])
+    assert not asked
+    if configured:
+        monkeypatch.setenv("MEMSTORE__INDEX__BACKEND", "numpy")
+    by_index = read(llama, memories, words(9, 7)[None], **({} if configured else {"index": "numpy"}))
+    assert asked and by_index[1] == scanned[1] and (by_index[0] - scanned[0]).abs().max() < 1e-5
 
 
 def test_rows_with_equal_and_other_prompts_and_memories(llama: Any, memories: list[Any]) -> None:
@@ -329,7 +350,7 @@ def test_scores_of_another_shape_or_of_no_numbers_are_refused(llama: Any, memori
     [
         ({"selector": "scout"}, "must be one of hybrid"),
         ({"selector": Scouting}, "must be one of hybrid"),
-        ({"selector": "hybrid", "index": "exact"}, "needs none"),
+        ({"selector": "lexical", "index": "exact"}, "needs none"),
         ({"selector": Scouting(), "index": "exact"}, "needs none"),
     ],
     ids=["unknown", "class", "name", "instance"],
@@ -356,6 +377,6 @@ def test_words_cannot_be_compared_without_words(library: Any, llama: Any, memori
 def test_names_stand_for_selectors() -> None:
     for name, kind in SELECTORS.items():
         assert type(chosen_selector(name, None)) is kind
-    assert isinstance(chosen_selector(None, "exact"), ByIndex) and isinstance(chosen_selector(None, None), Hybrid)
+    assert isinstance(chosen_selector(None, None), Hybrid)
     own = Scouting()
     assert chosen_selector(own, None) is own and num_blocks(BLOCK + 1) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,6 +164,9 @@ def _time(seconds: float) -> str:
 
 
 def _parts_in_words(parts: dict[str, Any]) -> str:
-    """``60 parts, float32 [3, 64]``: all layers have the same geometry, mostly."""
-    shapes = sorted({f"{spec['dtype']} {list(spec['shape'])}" for spec in parts.values()})
-    return f"{len(parts)} of {', '.join(shapes)} a token"
+    """``60 of float32 [3, 64] a token``: all layers have the same geometry, mostly."""
+    kinds: Counter[str] = Counter()
+    for spec in parts.values():
+        what = "a token" if spec["every"] == 1 else f"for {spec['every']} tokens"
+        kinds[f"{spec['dtype']} {list(spec['shape'])} {what}"] += 1
+    return ", ".join(f"{count} of {kind}" for kind, count in kinds.items())

@@ -49,7 +49,7 @@ class KvAttachment(Attachment):
     top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
     budget: tokens chosen for each prompt, by default 512, or a quarter of a small native window. layers: the layers
     that read, None for all. selector: what chooses blocks, by name or a BlockSelector of your own. index: the backend
-    that ranks blocks for a prompt, which is ``selector="index"``. when_full: what becomes of a text that needs more
+    that finds blocks for it, None for the configured one. when_full: what becomes of a text that needs more
     than the native window beside the memories; "error" stops it, "drop" lets go of the oldest own tokens: every token
     sees as many of the last ones as there is room for. explain: keep what was read for ``provenance()``.
     """

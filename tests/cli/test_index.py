@@ -16,6 +16,7 @@ import memstore
 from memstore import documents
 from memstore.cli import index
 from memstore.errors import DocumentError
+from memstore.memory_writer import token_parts
 from tests.cli.conftest import GENESIS, Run
 
 
@@ -195,7 +196,7 @@ def test_vectors_are_kept_as_asked(run: Run, folder: Path, model: Path, tmp_path
         result = run("index", folder / "genesis.txt", *common, "--name", kept, "--stored-as", kept)
         assert result.exit_code == 0, result.stderr
         with memstore.open(tmp_path / "store", "r") as store:
-            assert {spec.dtype for spec in store[kept].manifest.parts.values()} == {kept}
+            assert {spec.dtype for spec in token_parts(store[kept].manifest).values()} == {kept}
             sizes[kept] = store[kept].manifest.vector_bytes
     assert sizes["float32"] > sizes["float16"] > sizes["int8"] > sizes["int4"]
     result = run("generate", "--model", model, "--store", tmp_path / "store", "--memory", "int8", "Who?")

@@ -53,12 +53,18 @@ def test_an_empty_store(run: Run, tmp_path: Path) -> None:
 
 def test_show(run: Run, library: Path) -> None:
     text = run("show", "genesis", "--store", library).stdout
-    for fact in (f"{TOKENS}", "LlamaForCausalLM", "4 of float32 [2, 8] a token", "fingerprint: weights"):
+    for fact in (
+        f"{TOKENS}",
+        "LlamaForCausalLM",
+        "4 of float32 [2, 8] a token",
+        "fingerprint: weights",
+    ):
         assert fact in text
     facts = json.loads(run("show", "genesis", "--store", library, "--json").stdout)
     with memstore.open(library, "r") as store:
         assert facts["fingerprint"] == store["genesis"].fingerprint
-    assert facts["parts"]["keys.0"] == {"shape": [2, 8], "dtype": "float32"}
+    assert facts["parts"]["bounds.0"]["every"] == 64
+    assert facts["parts"]["keys.0"] == {"shape": [2, 8], "dtype": "float32", "scales": None, "every": 1}
 
 
 @pytest.mark.parametrize("command", ["show", "remove", "verify"])
