@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import memstore
 from memstore.errors import AttachError
-from memstore.reading.chat import BETWEEN, chat_frame
+from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from tests import tiny
 from tests.models import build, tokens
 from tests.talks import BUDGET, Pointing, block, document, greedy, held, remember, shallow
@@ -220,6 +220,17 @@ def test_a_chat(library, chat):
         assert answer == tokenizer.decode(by_hand, skip_special_tokens=True).strip()
     assert seen[0] == seen[1] and seen[2] == ["<|start|>user\nWhen?"]
     assert seen[3][0].endswith("A word.<|end|>\n" + seen[2][0])
+
+
+def test_a_template_that_refuses_a_system_message_alone():
+    """Then nothing tells where the last message begins, and all of the chat asks."""
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    alone = "{% if messages[-1].role != 'user' %}{{ raise_exception('no question') }}{% endif %}"
+    tokenizer.chat_template = alone + "{% for message in messages %}{{ message.content }};{% endfor %}"
+    system, user = ({"role": role, "content": role} for role in ("system", "user"))
+    assert chat_text(tokenizer, [system, user]) == ("system;user;", "system;user;")
+    with pytest.raises(AttachError, match="no question"):
+        chat_text(tokenizer, [user, system])
 
 
 @pytest.mark.parametrize(
