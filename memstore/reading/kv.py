@@ -132,7 +132,8 @@ class KvAttachment(Attachment):
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         modules = enumerate(self.adapter.self_attentions)
-        return {module: partial(self._read, layer) for layer, module in modules if layer in self.layers}
+        every = self.when_full == "drop"  # also where memories are not read, the oldest tokens are let go
+        return {module: partial(self._read, layer) for layer, module in modules if every or layer in self.layers}
 
     def _watched(self) -> Callable[[], None]:
         return noting(self.model, self._turns)
@@ -296,8 +297,11 @@ class KvAttachment(Attachment):
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         local_mask, n = own_mask(mask, query, key.shape[2])
-        local_mask = self._hide_dropped(self._hide_repeated(local_mask, n), n)
+        reads = layer in self.layers
+        local_mask = self._hide_dropped(self._hide_repeated(local_mask, n) if reads else local_mask, n)
         local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling, softcap=softcap)
+        if not reads:
+            return finish(normalise(local), query), None
         if self._chooser is not None:
             self._chooser.hear(layer, query, self._positions, scaling)
         sums: list[Tensor] | None = None if self._ledger is None or self._chooser is not None else []
