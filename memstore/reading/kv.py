@@ -6,7 +6,7 @@ selector chooses spans for the prompt, which are then read at every layer and st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -163,6 +163,8 @@ class KvAttachment(Attachment):
         own = own_positions(kwargs, past)
         first = past == 0 if turn is None else turn.context is None
         prompt = prompt_of(kwargs, past, turn) if first else None
+        if prompt is not None and turn is not None and turn.tokens is not None:
+            self._check_batch(len(turn.tokens))  # without its beams, which could be taken for further rows
         self._stand(self._chosen(prompt, cache, past, len(own)), own, past)
         if turn is not None:
             turn.context = self._context
@@ -191,7 +193,7 @@ class KvAttachment(Attachment):
         return self._chooser is not None
 
     def _after(self, output: Any) -> None:
-        cache = find_cache(output.values())
+        cache = find_cache(output.values() if isinstance(output, Mapping) else output)
         if cache is not None and self._chooser is None and self._contexts.get(mark_of(cache)) is not self._context:
             self._contexts[new_mark(cache)] = self._context  # copies of the cache go on with what they read
 
