@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 import memstore
 from memstore.errors import AttachError
 from memstore.reading.chat import BETWEEN, chat_frame, chat_text
+from memstore.reading.selectors.scouting import Scouting
 from tests import tiny
 from tests.models import build, tokens
 from tests.talks import BUDGET, Pointing, block, document, greedy, held, remember, shallow
@@ -178,10 +179,10 @@ def test_padding_in_a_later_turn_of_a_static_cache(library):
     first[1, :9], masks[0][1, :9], second[0, :2], masks[1][0, :2] = 0, 0, 0, 0
     with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
         for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
-            talk = model.generate(input_ids=first, attention_mask=masks[0], **{CACHE: cache}, **greedy(3))
+            talk = model.generate(input_ids=first, attention_mask=masks[0], **held(cache), **greedy(3))
             mask = torch.cat((masks[0], torch.ones(2, 3, dtype=torch.long), masks[1]), dim=1)
             talk = torch.cat((talk, second), dim=1)
-            written.append(model.generate(input_ids=talk, attention_mask=mask, **{CACHE: cache}, **greedy(3)))
+            written.append(model.generate(input_ids=talk, attention_mask=mask, **held(cache), **greedy(3)))
     assert torch.equal(*written) and selector.asked[:2] == selector.asked[2:]
 
 
@@ -215,8 +216,8 @@ def test_a_model_that_returns_tuples(library):
     memory = remember(library, model, text)
     with memstore.attach(model, memory, budget=BUDGET, selector=Pointing()), torch.no_grad():
         cache = DynamicCache(config=model.config)
-        model.model(input_ids=ids[:, :7], return_dict=False, **{CACHE: cache})
-        states = model.model(input_ids=ids[:, 7:], return_dict=False, **{CACHE: cache})[0]
+        model.model(input_ids=ids[:, :7], return_dict=False, **held(cache))
+        states = model.model(input_ids=ids[:, 7:], return_dict=False, **held(cache))[0]
     expected = logits(model, torch.cat((block(ids[0, :7], text)[None], ids), dim=1))[:, -1:]
     assert (model.lm_head(states) - expected).abs().max() < EXACT
 
@@ -230,6 +231,20 @@ def test_what_became_of_generate_in_the_meantime_stays(library, after):
         if after == "replaced":
             model.generate = mine
     assert vars(model).get("generate") is (mine if after == "replaced" else None)
+
+
+def test_blocks_are_scored_in_float32_under_autocast(library):
+    model, scored = shallow(), []
+
+    class Watched(Scouting):
+        def score(self, question, prior=None):
+            scored.append(super().score(question, prior))
+            return scored[-1]
+
+    memory = remember(library, model, document())
+    with memstore.attach(model, memory, budget=BUDGET, selector=Watched()), torch.autocast("cpu", torch.bfloat16):
+        logits(model, prompt(43))
+    assert scored[0].dtype == torch.float32
 
 
 def test_a_cache_of_other_rows(library):
