@@ -33,7 +33,7 @@ class PartSpec(BaseModel):
     for all parts but summaries.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shape: tuple[int, ...]
     dtype: Literal["float32", "float16", "bfloat16", "int8", "int4"]
@@ -76,7 +76,7 @@ class WindowRule(BaseModel):
     is kept) or "left" (a decoder sees only what came before, so the end is kept).
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     window: int = Field(gt=0)
     overlap: int = Field(ge=0)
@@ -86,7 +86,7 @@ class WindowRule(BaseModel):
 class Manifest(BaseModel):
     """A memory's description. ``seal`` and ``digest`` are None until the memory is complete."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_major: int = FORMAT_MAJOR
     format_minor: int = FORMAT_MINOR

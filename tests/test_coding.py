@@ -261,6 +261,8 @@ def test_something_unknown_of_a_newer_minor_format_is_refused_by_name(library, l
     memory = library.encode(llama, input_ids=tokens(40), name="doc", dtype="int8")
     newer = memory.manifest.model_dump() | {"format_minor": 99}
     assert Manifest.unpack(msgpack.packb(newer)).name == "doc"  # nothing in it is unknown
-    newer["parts"]["keys.0"]["dtype"] = "int2"
-    with pytest.raises(FormatError, match="'doc' has format 1.99, and something in it .* Install the version"):
-        Manifest.unpack(msgpack.packb(newer))
+    parts, keys = newer["parts"], newer["parts"]["keys.0"]
+    of_a_part = [{"parts": parts | {"keys.0": keys | new}} for new in ({"dtype": "int2"}, {"turned": True})]
+    for unknown in (*of_a_part, {"order": "backwards"}):
+        with pytest.raises(FormatError, match="'doc' has format 1.99, and something in it .* Install the version"):
+            Manifest.unpack(msgpack.packb(newer | unknown))

@@ -11,7 +11,8 @@ from transformers import DynamicCache, StaticCache
 
 import memstore
 from memstore.errors import AttachError
-from memstore.reading.chat import BETWEEN, chat_frame
+from memstore.reading.chat import BETWEEN, chat_frame, chat_text
+from memstore.reading.selectors.scouting import Scouting
 from tests import tiny
 from tests.models import build, tokens
 from tests.talks import BUDGET, Pointing, block, document, greedy, held, remember, shallow
@@ -170,6 +171,82 @@ def test_padding_on_both_sides(library):
             attached.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
 
 
+def test_padding_in_a_later_turn_of_a_static_cache(library):
+    """The padding of the first turn is none of the second, in which another row is filled up."""
+    model, text, selector, written = shallow(), document(), Pointing(), []
+    first, second = tokens(12, seed=3, rows=2), tokens(4, seed=9, rows=2)
+    masks = torch.ones_like(first), torch.ones_like(second)
+    first[1, :9], masks[0][1, :9], second[0, :2], masks[1][0, :2] = 0, 0, 0, 0
+    with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+            talk = model.generate(input_ids=first, attention_mask=masks[0], **held(cache), **greedy(3))
+            mask = torch.cat((masks[0], torch.ones(2, 3, dtype=torch.long), masks[1]), dim=1)
+            talk = torch.cat((talk, second), dim=1)
+            written.append(model.generate(input_ids=talk, attention_mask=mask, **held(cache), **greedy(3)))
+    assert torch.equal(*written) and selector.asked[:2] == selector.asked[2:]
+
+
+def test_beams_are_not_taken_for_rows(library):
+    """Two rows of memories and one prompt: its beams are no second row."""
+    model = shallow()
+    memories = [remember(library, model, document(i), str(i)) for i in range(2)]
+    with memstore.attach(model, rows=[[memory] for memory in memories], budget=BUDGET):
+        for several in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+            with pytest.raises(AttachError, match="2 rows of memories are attached; a batch of 1"):
+                model.generate(input_ids=prompt(43), max_new_tokens=2, **several)
+
+
+@pytest.mark.parametrize("way", ["keyword", "config", "model"])
+def test_guidance_is_refused(library, way):
+    """It reads a second time without the prompt, where nothing tells that the memory is not meant."""
+    model = shallow()
+    config = copy.deepcopy(model.generation_config)
+    config.guidance_scale = 3.0
+    given = {"keyword": {"guidance_scale": 3.0}, "config": {"generation_config": config}, "model": {}}[way]
+    if way == "model":
+        model.generation_config = config
+    memory = library.encode(model, input_ids=tokens(40), name="doc")
+    with memstore.attach(model, memory), pytest.raises(AttachError, match="guidance_scale"):
+        model.generate(input_ids=prompt(43), **greedy(2), **given)
+    assert model.generate(input_ids=prompt(43), **greedy(2), **given).shape == (1, 9)
+
+
+def test_a_model_that_returns_tuples(library):
+    model, text, ids = shallow(), document(), torch.cat((prompt(43), torch.tensor([[11]])), dim=1)
+    memory = remember(library, model, text)
+    with memstore.attach(model, memory, budget=BUDGET, selector=Pointing()), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model.model(input_ids=ids[:, :7], return_dict=False, **held(cache))
+        states = model.model(input_ids=ids[:, 7:], return_dict=False, **held(cache))[0]
+    expected = logits(model, torch.cat((block(ids[0, :7], text)[None], ids), dim=1))[:, -1:]
+    assert (model.lm_head(states) - expected).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("after", ["replaced", "deleted"])
+def test_what_became_of_generate_in_the_meantime_stays(library, after):
+    model = shallow()
+    memory, mine = library.encode(model, input_ids=tokens(40), name="doc"), list
+    with memstore.attach(model, memory):
+        del model.generate
+        if after == "replaced":
+            model.generate = mine
+    assert vars(model).get("generate") is (mine if after == "replaced" else None)
+
+
+def test_blocks_are_scored_in_float32_under_autocast(library):
+    model, scored = shallow(), []
+
+    class Watched(Scouting):
+        def score(self, question, prior=None):
+            scored.append(super().score(question, prior))
+            return scored[-1]
+
+    memory = remember(library, model, document())
+    with memstore.attach(model, memory, budget=BUDGET, selector=Watched()), torch.autocast("cpu", torch.bfloat16):
+        logits(model, prompt(43))
+    assert scored[0].dtype == torch.float32
+
+
 def test_a_cache_of_other_rows(library):
     """Repeated rows go on, each as the one it was made of; any other number is refused."""
     model, text = shallow(), document()
@@ -220,6 +297,17 @@ def test_a_chat(library, chat):
         assert answer == tokenizer.decode(by_hand, skip_special_tokens=True).strip()
     assert seen[0] == seen[1] and seen[2] == ["<|start|>user\nWhen?"]
     assert seen[3][0].endswith("A word.<|end|>\n" + seen[2][0])
+
+
+def test_a_template_that_refuses_a_system_message_alone():
+    """Then nothing tells where the last message begins, and all of the chat asks."""
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    alone = "{% if messages[-1].role != 'user' %}{{ raise_exception('no question') }}{% endif %}"
+    tokenizer.chat_template = alone + "{% for message in messages %}{{ message.content }};{% endfor %}"
+    system, user = ({"role": role, "content": role} for role in ("system", "user"))
+    assert chat_text(tokenizer, [system, user]) == ("system;user;", "system;user;")
+    with pytest.raises(AttachError, match="no question"):
+        chat_text(tokenizer, [user, system])
 
 
 @pytest.mark.parametrize(

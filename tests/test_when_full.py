@@ -99,6 +99,17 @@ def test_deeper_models_against_attention_pair_by_pair(library):
     assert (logits(model, whole)[:, MEMORY:] - expected).abs().max() > 100 * EXACT  # a plain model sees more
 
 
+def test_layers_that_read_no_memory_let_go_of_the_oldest_tokens_too(library):
+    """In two layers of which each sees 64 tokens, nothing that is further away than 128 can matter."""
+    model, text, ids = shallow(WINDOW, layers=2), document(), tokens(200, seed=3, rows=1)
+    other = torch.cat((tokens(60, seed=4, rows=1), ids[:, 60:]), dim=1)
+    memory = remember(library, model, text)
+    for layers in ([0], [1]):
+        with memstore.attach(model, memory, budget=BUDGET, layers=layers, selector=Pointing(), when_full="drop"):
+            last, same = (logits(model, each)[0, -1] for each in (ids, other))
+        assert (last - same).abs().max() < EXACT
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"num_beams": 3}, {"prompt_lookup_num_tokens": 5}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 30}],

@@ -50,7 +50,11 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
         return str(tokenizer.apply_chat_template([*map(dict, of)], tokenize=False, add_generation_prompt=ask))
 
     try:
-        whole, before = text(messages, True), text(messages[:-1], False) if len(messages) > 1 else ""
+        whole = text(messages, True)
     except TemplateError as error:
         raise AttachError(f"The chat template refuses these messages: {error}") from error
+    try:
+        before = text(messages[:-1], False) if len(messages) > 1 else ""
+    except TemplateError:  # such as that of a system message alone: nothing tells where the last message begins
+        before = ""
     return whole, whole[len(before) :] if whole.startswith(before) else whole

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from memstore.errors import AttachError
+from memstore.evaluating import without_autocast
 from memstore.memory import Memory
 from memstore.reading.excerpt import Excerpt, load_excerpt, sink_of
 from memstore.reading.masks import equal_rows
@@ -110,7 +111,8 @@ class Chooser:
 
 def checked_scores(selector: BlockSelector, question: Question) -> Tensor:
     """What the selector answers. Raises AttachError for other shapes than it should have, and for NaN."""
-    scores: Any = selector.score(question)
+    with without_autocast(question.asks.device.type):  # half precision would call different blocks equally good
+        scores: Any = selector.score(question)
     due = (len(question.asks), question.num_blocks)
     shapes = due, (len(question.layers), *due)
     name = type(selector).__name__

@@ -6,7 +6,7 @@ selector chooses spans for the prompt, which are then read at every layer and st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -132,7 +132,8 @@ class KvAttachment(Attachment):
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
         modules = enumerate(self.adapter.self_attentions)
-        return {module: partial(self._read, layer) for layer, module in modules if layer in self.layers}
+        every = self.when_full == "drop"  # also where memories are not read, the oldest tokens are let go
+        return {module: partial(self._read, layer) for layer, module in modules if every or layer in self.layers}
 
     def _watched(self) -> Callable[[], None]:
         return noting(self.model, self._turns)
@@ -162,6 +163,8 @@ class KvAttachment(Attachment):
         own = own_positions(kwargs, past)
         first = past == 0 if turn is None else turn.context is None
         prompt = prompt_of(kwargs, past, turn) if first else None
+        if prompt is not None and turn is not None and turn.tokens is not None:
+            self._check_batch(len(turn.tokens))  # without its beams, which could be taken for further rows
         self._stand(self._chosen(prompt, cache, past, len(own)), own, past)
         if turn is not None:
             turn.context = self._context
@@ -190,7 +193,7 @@ class KvAttachment(Attachment):
         return self._chooser is not None
 
     def _after(self, output: Any) -> None:
-        cache = find_cache(output.values())
+        cache = find_cache(output.values() if isinstance(output, Mapping) else output)
         if cache is not None and self._chooser is None and self._contexts.get(mark_of(cache)) is not self._context:
             self._contexts[new_mark(cache)] = self._context  # copies of the cache go on with what they read
 
@@ -296,8 +299,11 @@ class KvAttachment(Attachment):
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         local_mask, n = own_mask(mask, query, key.shape[2])
-        local_mask = self._hide_dropped(self._hide_repeated(local_mask, n), n)
+        reads = layer in self.layers
+        local_mask = self._hide_dropped(self._hide_repeated(local_mask, n) if reads else local_mask, n)
         local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling, softcap=softcap)
+        if not reads:
+            return finish(normalise(local), query), None
         if self._chooser is not None:
             self._chooser.hear(layer, query, self._positions, scaling)
         sums: list[Tensor] | None = None if self._ledger is None or self._chooser is not None else []

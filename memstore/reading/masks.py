@@ -21,8 +21,8 @@ def own_positions(kwargs: dict[str, Any], past: int) -> Tensor:
     return torch.arange(past, past + t, device=tokens.device).expand(b, t)
 
 
-def padding_mask(kwargs: dict[str, Any], own: Tensor) -> Tensor:
-    """[B, T] boolean: where the prompt is padding.
+def padding_mask(kwargs: dict[str, Any], own: Tensor, past: int) -> Tensor:
+    """[B, T] boolean: where the prompt, which comes after ``past`` tokens, is padding.
 
     With a static cache the mask is 4-dimensional, or one such for each kind of layer: a token that does not see itself
     is padding.
@@ -34,7 +34,10 @@ def padding_mask(kwargs: dict[str, Any], own: Tensor) -> Tensor:
         return torch.zeros_like(own, dtype=torch.bool)
     if mask.dim() == 2:
         return cast(Tensor, mask[:, -own.shape[1] :] == 0)
-    itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)[:, : own.shape[1]]
+    place = min(
+        past, mask.shape[-1] - mask.shape[-2]
+    )  # of the first token; a full sliding cache ends with the last one
+    itself = mask[:, 0].diagonal(place, dim1=-2, dim2=-1)[:, : own.shape[1]]
     hidden = ~itself if itself.dtype == torch.bool else itself <= torch.finfo(itself.dtype).min / 2
     return cast(Tensor, hidden.expand(own.shape))
 

@@ -41,9 +41,8 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x.float(), cos / scale, -sin / scale)
 
 
-DISTANCE = (
-    4096  # between query and keys, at most half of what a layer sees; at distance 0 near-by habits drown the content
-)
+# Between query and keys, at most half of what a layer sees; at distance 0 near-by habits drown the content.
+DISTANCE = 4096
 
 
 def turned(adapter: DecoderOnlyAdapter, layer: int, query: Tensor, positions: Tensor) -> Tensor:

@@ -70,6 +70,17 @@ def _turn(args: tuple[Any, ...], kwargs: Mapping[str, Any], asking: int | None) 
     )
 
 
+def _check_unguided(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises AttachError for guidance, of which no pass tells whether it is the one without the prompt."""
+    configs = (*args[1:2], kwargs.get("generation_config"), model.generation_config)
+    config = next((config for config in configs if config is not None), None)
+    if kwargs.get("guidance_scale", getattr(config, "guidance_scale", None)) not in (None, 1):
+        raise AttachError(
+            "Under guidance (guidance_scale=) generate runs the model a second time without the prompt, and that pass "
+            "would read the memories too. Leave guidance_scale out."
+        )
+
+
 def noting(model: Any, turns: Turns) -> Callable[[], None]:
     """Let ``model.generate`` note its turns, until the function that is returned is called."""
     generate, own = getattr(model, "generate", None), vars(model).get("generate")
@@ -78,10 +89,13 @@ def noting(model: Any, turns: Turns) -> Callable[[], None]:
 
     @wraps(generate)
     def noted(*args: Any, **kwargs: Any) -> Any:
+        _check_unguided(model, args, kwargs)
         with turns.begun(args, kwargs, kwargs.pop(ASKING, None)):
             return generate(*args, **kwargs)
 
     def restore() -> None:
+        if vars(model).get("generate") is not noted:  # somebody else's by now
+            return
         if own is None:
             del model.generate
         else:
@@ -133,7 +147,8 @@ def prompt_of(kwargs: Mapping[str, Any], past: int, turn: Turn | None) -> Prompt
             tokens = tokens[:, : asked.shape[1]]
             mask = mask[:, : past + asked.shape[1]] if isinstance(mask, Tensor) and mask.dim() == 2 else mask
         else:
-            if turn.mask is None and padding_mask(dict(kwargs), tokens[..., 0] if tokens.dim() == 3 else tokens).any():
+            places = tokens[..., 0] if tokens.dim() == 3 else tokens
+            if turn.mask is None and padding_mask(dict(kwargs), places, past).any():
                 raise AttachError("A padded prompt that is read in chunks needs its attention_mask=.")
             beams = len(tokens) // len(asked)
             tokens = asked.to(tokens.device).repeat_interleave(beams, 0)
@@ -142,7 +157,7 @@ def prompt_of(kwargs: Mapping[str, Any], past: int, turn: Turn | None) -> Prompt
     if given["position_ids"] is not None and given["position_ids"].shape[-1] != tokens.shape[1]:
         given["position_ids"] = None
     own = own_positions(given, past)
-    padding = padding_mask(given, own)
+    padding = padding_mask(given, own, past)
     if turn is not None and padding[:, -1].any():
         raise AttachError(
             "A prompt ends with padding, after which generate would write. Pad on the left: padding_side='left'."

@@ -67,7 +67,8 @@ def bound_scores(question: Question, layer: int, query: Tensor) -> Iterator[Tens
     """No key of a block can score more than these, for queries [H, t, c], some tokens at a time: [H, t, blocks + 1],
     with room for the sink.
 
-    q k is the sum over channels of q_c k_c, and k_c lies between the least and the largest number of that channel.
+    q k is the sum over channels of q_c k_c, and k_c lies between the least and the largest number of that channel; of
+    coded keys by up to the rounding of both beyond.
     """
     bounds = _bounds(question, layer, query.device)
     for chunk in _chunks(query, bounds.shape[1]):
