@@ -12,10 +12,13 @@ from memstore.reading.selectors.interface import BlockSelector, Question
 from memstore.reading.selectors.lexical import Lexical
 from memstore.reading.selectors.scouting import Scouting
 
+WORDS = 2.0  # what the best block by words weighs beside the best one by attention, which disagrees more often
+
 
 class Hybrid(BlockSelector):
-    """The sum of what attention and BM25 find, each relative to its best block. Where there are no token ids, attention
-    alone. index: what finds blocks by attention, None for scouting."""
+    """The sum of what attention and BM25 find, each relative to its best block; scouting also looks at the blocks that
+    words speak for. Where there are no token ids, attention alone. index: what finds blocks by attention, None for
+    scouting."""
 
     def __init__(self, index: ByIndex | None = None) -> None:
         self._scouting, self._index, self._lexical = Scouting(), index, Lexical()
@@ -29,7 +32,7 @@ class Hybrid(BlockSelector):
         if question.token_ids is None or not all(memory.manifest.has_ids for memory in question.memories):
             return self._attention(question)
         words = self._lexical.score(question)
-        return _relative(self._attention(question, words)) + _relative(words)
+        return _relative(self._attention(question, words)) + WORDS * _relative(words)
 
     def _attention(self, question: Question, prior: Tensor | None = None) -> Tensor:
         return self._scouting.score(question, prior) if self._index is None else self._index.score(question)
