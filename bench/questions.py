@@ -180,7 +180,7 @@ class Reader:
         return inside[0], inside[-1] + 1
 
     def around(self, verse: str, width: int) -> tuple[int, list[int]]:
-        """Where they begin in the book, and ``width`` tokens around a verse, or the verse if it has more."""
+        """``width`` tokens with a verse in their middle, or a verse that has more, and where in its book they begin."""
         ids = self.books[verse.rpartition(" ")[0]]
         first, stop = self.verse_tokens(verse)
         width = max(width, stop - first)
