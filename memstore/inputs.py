@@ -60,12 +60,10 @@ def check_words(prompt: object) -> None:
 
 def check_messages(messages: object) -> None:
     """Raises AttachError for what is no chat: messages with a role and a content, both texts."""
-    if not isinstance(messages, Sequence) or not messages:
-        raise AttachError(
-            f"A prompt is one text, or a chat, a list of messages {{'role': …, 'content': …}}, and no "
-            f"{type(messages).__name__} {'without any' if isinstance(messages, Sequence) else ''}".rstrip()
-            + "."
-        )
+    if not isinstance(messages, Sequence):
+        raise AttachError(f"A prompt is one text, or a chat: a list of messages. This is a {type(messages).__name__}.")
+    if not messages:
+        raise AttachError("A chat is a list of at least one message, {'role': …, 'content': …}.")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise AttachError(

@@ -262,8 +262,8 @@ def test_a_prompt_that_cannot_be_read_is_said(library):
         other: Any
         for other, why in (
             (["a", "b"], "Several prompts are given as tensors"),
-            (tokens(3, rows=1), "no Tensor"),
-            ([], "without"),
+            (tokens(3, rows=1), "This is a Tensor"),
+            ([], "at least one message"),
         ):
             with pytest.raises(AttachError, match=why):
                 attached.generate(other, tokenizer=tokenizer)
