@@ -152,7 +152,7 @@ def test_the_ways_ask_what_they_say(bench: Any, reader: Any, tmp_path: Path) -> 
             expected = attached.generate(question.text, tokenizer=tokenizer, max_new_tokens=24, do_sample=False)
         assert asked["memory"].answer == expected
     read = {name: [book[low:high] for _, low, high in each.read] for name, each in asked.items()}
-    assert sum(map(len, read["memory"])) == sum(map(len, read["chunks"])) == 512
+    assert 448 < sum(map(len, read["memory"])) <= 512 == sum(map(len, read["chunks"]))  # a last block may be shorter
     assert read["nothing"] == []
     (first,) = read["first"]
     (verse,) = read["verse"]
