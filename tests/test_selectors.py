@@ -35,6 +35,8 @@ class Kept:
         generator = torch.Generator().manual_seed(seed)
         self.num_tokens, self.name = num_tokens, f"kept-{seed}"
         self.token_ids = None if ids is None else np.asarray(ids, np.int32)
+        self.text: str | None = None
+        self.offsets: np.ndarray[Any, Any] | None = None
         self.manifest = SimpleNamespace(prefix_ids=tuple(range(sink)), has_ids=ids is not None)
         self.keys = [torch.randn(num_tokens, GROUPS, WIDTH, generator=generator).half() for _ in range(LAYERS)]
         self.sinks = [torch.randn(sink, GROUPS, WIDTH, generator=generator).half() for _ in range(LAYERS)]
@@ -160,6 +162,37 @@ def test_bm25_by_the_formula_over_all_memories_as_one_collection(documents: list
     scores = lexical.score(question(memories, length=len(asked), ids=[asked]))[0]
     expected = naive_bm25([block for ids in documents for block in as_blocks(ids)], asked[1:])  # the first asks nothing
     assert scores.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@given(st.lists(st.sampled_from(["a", " word", "\n\n", "?", " 7", "\u00e9"]), min_size=1, max_size=150))
+def test_only_tokens_with_a_letter_or_a_digit_are_looked_for(pieces: list[str]) -> None:
+    vocabulary = sorted(set(pieces))
+    ids = [vocabulary.index(piece) for piece in pieces]
+    memory: Any = Kept(len(ids), ids=ids)
+    memory.text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
+    memory.offsets = np.stack((ends - [len(piece) for piece in pieces], ends), axis=1)
+    lexical = Lexical()
+    lexical.prepare([memory])
+    for token, piece in enumerate(vocabulary):
+        scores = lexical.score(question([memory], length=2, ids=[[0, token]]))[0]
+        assert bool((scores > 0).any()) == (piece not in ("\n\n", "?"))
+
+
+def test_the_hybrid_reads_what_words_point_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks whose keys are read, one is chosen by its bounds and one by its words; both scores are summed."""
+    monkeypatch.setattr(scouting, "CANDIDATES", 1)
+    ids = [1] * 640
+    ids[64 * 3 + 7] = 2
+    memories: Any = [Kept(640, ids=ids)]
+    hybrid, lexical, asked = Hybrid(), Lexical(), question(memories, ids=[[1, 2, 2, 1, 1]])
+    hybrid.prepare(memories)
+    lexical.prepare(memories)
+    words = lexical.score(asked)
+    bare = Scouting().score(asked)[0].nonzero().flatten().tolist()
+    assert int(words[0].argmax()) == 3 and bare != [3] and len(bare) == 1
+    seen = Scouting().score(asked, words)
+    assert sorted(seen[0].nonzero().flatten().tolist()) == sorted([*bare, 3])
+    assert torch.allclose(hybrid.score(asked), seen / seen.max() + 2 * words / words.max())
 
 
 def test_the_hybrid_is_scouting_alone_where_words_are_missing() -> None:

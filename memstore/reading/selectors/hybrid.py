@@ -11,10 +11,12 @@ from memstore.reading.selectors.interface import BlockSelector, Question
 from memstore.reading.selectors.lexical import Lexical
 from memstore.reading.selectors.scouting import Scouting
 
+WORDS = 2.0  # what the best block by words weighs beside the best one by attention, which disagrees more often
+
 
 class Hybrid(BlockSelector):
-    """The sum of what scouting and BM25 find, each relative to its best block. Where there are no token ids, scouting
-    alone."""
+    """The sum of what scouting and BM25 find, each relative to its best block; scouting also looks at the blocks that
+    words speak for. Where there are no token ids, scouting alone."""
 
     def __init__(self) -> None:
         self._scouting, self._lexical = Scouting(), Lexical()
@@ -26,7 +28,7 @@ class Hybrid(BlockSelector):
         if question.token_ids is None or not all(memory.manifest.has_ids for memory in question.memories):
             return self._scouting.score(question)
         words = self._lexical.score(question)
-        return _relative(self._scouting.score(question, words)) + _relative(words)
+        return _relative(self._scouting.score(question, words)) + WORDS * _relative(words)
 
 
 def _relative(scores: Tensor) -> Tensor:

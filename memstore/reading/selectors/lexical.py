@@ -58,7 +58,11 @@ def rarity(blocks: int, holding: int) -> float:
 
 
 class Lexical(BlockSelector):
-    """A block's score is its BM25 for the asking tokens. Raises AttachError for memories without token ids."""
+    """A block's score is its BM25 for the asking tokens that are words. Raises AttachError for memories without token
+    ids.
+
+    Blank lines and signs are no words: they are rare enough in prose to point anywhere.
+    """
 
     needs_queries: ClassVar[bool] = False
 
@@ -81,8 +85,20 @@ class Lexical(BlockSelector):
         scores, norm = np.zeros(len(lengths)), K1 * (1 - B + B * lengths / lengths.mean())
         for token, times in asked.items():
             found = [each.of(token) for each in of_each]
+            if not all(_may_be_word(*each, token) for each in zip(question.memories, found, strict=True)):
+                continue
             blocks = np.concatenate([own + start for (own, _), start in zip(found, starts, strict=False)])
             counts = np.concatenate([own for _, own in found])
             weight = times * rarity(len(lengths), len(blocks))
             scores[blocks] += weight * counts * (K1 + 1) / (counts + norm[blocks])
         return torch.from_numpy(scores).to(question.asks.device, torch.float32)
+
+
+def _may_be_word(memory: Memory, found: tuple[Ints, Ints], token_id: int) -> bool:
+    """Whether a token has a letter or a digit, so far as a memory's text shows it."""
+    blocks, ids, offsets, text = found[0], memory.token_ids, memory.offsets, memory.text
+    if not len(blocks) or ids is None or offsets is None or text is None:
+        return True
+    start = BLOCK * int(blocks[0])
+    first, stop = offsets[start + int(np.argmax(ids[start : start + BLOCK] == token_id))]
+    return first == stop or any(character.isalnum() for character in text[first:stop])
