@@ -4,11 +4,10 @@
     python bench/selecting.py --sets passkey-16384 --selectors hybrid --trials 4
 
 For development: keys and places follow from seeds from 1,000 on, and questions are those that may be looked at.
-SmolLM2-135M-Instruct in bfloat16, memories in float16, greedy answers through the chat template. The sets:
+SmolLM2-135M-Instruct and the filler of `passkey.py`, greedy answers through the chat template. The sets:
 
-- ``passkey-16384``, ``passkey-65536``: a key hidden in so many tokens of the Bible, as in ``passkey.py``;
-- ``genesis``: the questions of ``questions_more.json`` about the same 65,536 tokens, Genesis and the first of Exodus;
-- ``books``: the ten development questions of ``questions.json``, six books as six memories.
+- ``passkey-16384``, ``passkey-65536``: a key hidden in so many tokens, as in ``passkey.py``;
+- ``genesis``: the questions of ``questions_more.json`` about the first 65,536 tokens, Genesis and the first of Exodus.
 
 *first* counts the questions whose block has the best score, *read* those of which every block with the verse or the key
 is among the chosen spans. ``oracle`` is told the blocks.
@@ -22,7 +21,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,90 +31,44 @@ import numpy as np  # noqa: E402
 import passkey  # noqa: E402
 import questions  # noqa: E402
 import torch  # noqa: E402
-from spliced import Spliced  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from splice import splice  # noqa: E402
 
 import memstore  # noqa: E402
 from memstore import assets  # noqa: E402
-from memstore.memory import OpenMemory  # noqa: E402
-from memstore.reading.selection import BLOCK, num_blocks  # noqa: E402
-from memstore.reading.selectors import SELECTORS, BlockSelector, Question  # noqa: E402
+from memstore.memory import Memory  # noqa: E402
+from memstore.reading.selection import BLOCK  # noqa: E402
+from memstore.reading.selectors import SELECTORS, chosen_selector  # noqa: E402
 from memstore.reading.selectors.by_index import ByIndex  # noqa: E402
 from memstore.registry import adapter_for  # noqa: E402
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "selecting.json"
 SEED = 1000
+LENGTH = 65_536  # of the text that is asked about
 NEW_TOKENS = 24
-SETS = ("passkey-16384", "passkey-65536", "genesis", "books")
+SETS = ("passkey-16384", "passkey-65536", "genesis")
 
 
 class Asked(NamedTuple):
-    """A question over memories, the blocks that answer it, counted through all memories, and what is accepted."""
+    """A question about a memory, the blocks that answer it, and what says whether an answer is right."""
 
     text: str
-    memories: Sequence[Any]
+    memory: Memory
     blocks: Sequence[int]
     right: Callable[[str], bool]
 
 
-class Noted(BlockSelector):
-    """Another selector, whose scores are noted."""
-
-    def __init__(self, inner: BlockSelector) -> None:
-        self.inner, self.scores = inner, torch.empty(0)
-        self.needs_queries = inner.needs_queries  # type: ignore[misc]
-
-    def prepare(self, opened: Sequence[OpenMemory]) -> None:
-        self.inner.prepare(opened)
-
-    def score(self, question: Question) -> Tensor:
-        scores = self.inner.score(question)
-        self.scores = (scores.mean(0) if scores.dim() == 3 else scores)[0]
-        return scores
-
-
-class Oracle(BlockSelector):
-    """Knows which blocks answer."""
-
-    needs_queries = False
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        self.blocks = list(blocks)
-
-    def score(self, question: Question) -> Tensor:
-        scores = torch.zeros(len(question.asks), question.num_blocks)
-        scores[:, self.blocks] = 1
-        return scores
-
-
-class Reader(NamedTuple):
-    model: Any
-    tokenizer: Any
-
-
-def encoded(reader: Reader, store: Any, name: str, **document: Any) -> Any:
-    if name not in store:
-        print(f"{name} is being read", flush=True)
-        text = document.pop("text", None)
-        store.encode(reader.model, reader.tokenizer, text, name=name, dtype="float16", **document)
-    return store[name]
-
-
-def passkeys(reader: Reader, store: Any, length: int, trials: int) -> Iterator[Asked]:
-    ids = passkey.filler_ids(reader.tokenizer, length)
-    filler = encoded(reader, store, f"filler-{length}", input_ids=ids)
+def passkeys(reader: passkey.Reader, base: Any, length: int, trials: int) -> Iterator[Asked]:
     adapter, rng = adapter_for(reader.model)(reader.model), random.Random(SEED)
-    for _ in range(trials):
-        key, at, hidden = passkey.hide(rng, reader.tokenizer, ids)
-        memory = Spliced(adapter, filler, hidden)
-        yield Asked(passkey.QUESTION, [memory], [(at + 5) // BLOCK], lambda answer, key=key: key in answer)
+    for i in range(trials):
+        key, at, hidden = passkey.hide(rng, reader.tokenizer, base.token_ids[:length])
+        memory = splice(adapter, base, hidden, f"trial-{i}")
+        yield Asked(passkey.QUESTION, memory, [(at + passkey.KEY_AT) // BLOCK], partial(holds, key=key))
 
 
-def genesis(reader: Reader, store: Any) -> Iterator[Asked]:
-    length = 65_536
-    memory = encoded(reader, store, f"filler-{length}", input_ids=passkey.filler_ids(reader.tokenizer, length))
+def genesis(reader: passkey.Reader, base: Any) -> Iterator[Asked]:
+    adapter = adapter_for(reader.model)(reader.model)
+    memory = splice(adapter, base, base.token_ids[:LENGTH], "genesis")
     rows = json.loads((FOLDER / "questions_more.json").read_text())
     text, starts = "", {}
     for book in rows["books"]:
@@ -128,37 +81,24 @@ def genesis(reader: Reader, store: Any) -> Iterator[Asked]:
         low, high = low + starts[book], high + starts[book]
         inside = np.flatnonzero((offsets[:, 0] < high) & (low < offsets[:, 1]))
         blocks = sorted({int(token) // BLOCK for token in inside})
-        yield Asked(row["question"], [memory], blocks, lambda answer, row=row: questions.right(answer, row["answers"]))
+        yield Asked(row["question"], memory, blocks, partial(questions.right, accepted=row["answers"]))
 
 
-def books(reader: Reader, store: Any) -> Iterator[Asked]:
-    names = questions.books()
-    memories = [encoded(reader, store, name, text=assets.book_text(name)[0]) for name in names]
-    ends = np.cumsum([num_blocks(memory.num_tokens) for memory in memories])
-    known = questions.Reader(reader.model, reader.tokenizer, names)
-    for each in questions.questions():
-        if each.set == "development":
-            first, stop = known.verse_tokens(each.verse)
-            i = names.index(each.book)
-            start = int(ends[i]) - num_blocks(memories[i].num_tokens)
-            blocks = range(start + first // BLOCK, start + (stop - 1) // BLOCK + 1)
-            yield Asked(each.text, memories, blocks, lambda answer, each=each: questions.right(answer, each.answers))
+def holds(answer: str, key: str) -> bool:
+    return key in answer
 
 
-def trial(reader: Reader, asked: Asked, name: str, budget: int | None) -> dict[str, Any]:
-    inner = Oracle(asked.blocks) if name == "oracle" else ByIndex("exact") if name == "index" else SELECTORS[name]()
-    noted = Noted(inner)
-    with memstore.attach(reader.model, *asked.memories, selector=noted, budget=budget, explain=True) as attached:
+def trial(reader: passkey.Reader, asked: Asked, name: str, budget: int | None) -> dict[str, Any]:
+    oracle: Any = list(asked.blocks)
+    inner = passkey.Oracle(oracle) if name == "oracle" else chosen_selector(name, None)
+    noted = passkey.Noting(ByIndex("exact") if name == "index" else inner)
+    with memstore.attach(reader.model, asked.memory, selector=noted, budget=budget, explain=True) as attached:
         answer = attached.generate(asked.text, tokenizer=reader.tokenizer, max_new_tokens=NEW_TOKENS, do_sample=False)
-        starts, start = {}, 0
-        for memory in asked.memories:
-            starts[memory.name] = start
-            start += num_blocks(memory.num_tokens)
-        read = {starts[each.document] + each.start_token // BLOCK for each in attached.provenance(layers="mean")}
-    rank = min(int((noted.scores > noted.scores[block]).sum()) for block in asked.blocks)
+        read = {passage.start_token // BLOCK for passage in attached.provenance().passages()}
+    scores = noted.scores[0] if noted.scores.dim() == 2 else noted.scores[:, 0].mean(0)
     return {
         "question": asked.text,
-        "rank": rank,
+        "rank": min(int((scores > scores[block]).sum()) for block in asked.blocks),
         "read": set(asked.blocks) <= read,
         "right": asked.right(answer),
         "answer": answer,
@@ -171,31 +111,31 @@ def main() -> None:
     parser.add_argument("--selectors", nargs="+", default=[*SELECTORS, "oracle"])
     parser.add_argument("--trials", type=int, default=20, help="hidden keys of one length")
     parser.add_argument("--budget", type=int)
-    parser.add_argument("--store", type=Path, help="a store that holds the memories, or is going to")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    path = assets.smollm2()
-    reader = Reader(
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval(), AutoTokenizer.from_pretrained(path)
-    )
-    result: dict[str, Any] = {"budget": args.budget, "seed": SEED, "trials": {}}
-    with closing(memstore.open(args.store or assets.cache_dir() / "bench" / "selecting")) as store:
-        for kind in args.sets:
-            by_selector: dict[str, list[Any]] = {name: [] for name in args.selectors}
-            result["trials"][kind] = by_selector
-            asking = {"genesis": genesis, "books": books}
-            length = int(kind.partition("-")[2] or 0)
-            of_kind = asking[kind](reader, store) if kind in asking else passkeys(reader, store, length, args.trials)
-            for asked in of_kind:
-                for name, trials in by_selector.items():
-                    trials.append(trial(reader, asked, name, args.budget))
-                    print(kind, name, trials[-1], flush=True)
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    reader = passkey.smollm2()
+    base = passkey.filler(reader)
+    result: dict[str, Any] = {"budget": args.budget, "seed": SEED, "counts": {}, "trials": {}}
+    for kind in args.sets:
+        by_selector: dict[str, list[dict[str, Any]]] = {name: [] for name in args.selectors}
+        result["trials"][kind], length = by_selector, int(kind.partition("-")[2] or 0)
+        for asked in passkeys(reader, base, length, args.trials) if length else genesis(reader, base):
             for name, trials in by_selector.items():
-                counts = {key: sum(each[key] for each in trials) for key in ("read", "right")}
-                counts["first"] = sum(each["rank"] == 0 for each in trials)
-                print(kind, name, len(trials), counts, "rank", statistics.median(each["rank"] for each in trials))
+                trials.append(trial(reader, asked, name, args.budget))
+                print(kind, name, trials[-1], flush=True)
+            result["counts"][kind] = {
+                name: {
+                    "trials": len(trials),
+                    "first": sum(each["rank"] == 0 for each in trials),
+                    "read": sum(each["read"] for each in trials),
+                    "right": sum(each["right"] for each in trials),
+                    "median rank": statistics.median(each["rank"] for each in trials),
+                }
+                for name, trials in by_selector.items()
+            }
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["counts"], indent=1))
 
 
 if __name__ == "__main__":
