@@ -233,6 +233,17 @@ def test_what_became_of_generate_in_the_meantime_stays(library, after):
     assert vars(model).get("generate") is (mine if after == "replaced" else None)
 
 
+def test_what_the_model_proposes_to_itself_is_not_told(library):
+    """Provenance is that of the tokens that came to be, in every layer, also where one layer guesses them first."""
+    model, told = shallow(layers=2), []
+    with memstore.attach(model, remember(library, model, document()), budget=BUDGET, explain=True) as attached:
+        for extra in ({}, {"assistant_early_exit": 1}, {"assistant_model": model}):
+            attached.generate(input_ids=prompt(43), **greedy(6), **extra)
+            readings = attached.provenance()
+            told.append({(each.step, each.layer, each.start_token): each.mass for each in readings})
+    assert told[0] == pytest.approx(told[1], abs=EXACT) and told[0] == pytest.approx(told[2], abs=EXACT)
+
+
 def test_blocks_are_scored_in_float32_under_autocast(library):
     model, scored = shallow(), []
 
