@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import memstore
-from memstore.errors import AttachError
+from memstore.errors import AttachError, ConfigError
 from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.selectors.scouting import Scouting
 from tests import tiny
@@ -319,6 +319,17 @@ def test_a_template_that_refuses_a_system_message_alone():
     assert chat_text(tokenizer, [system, user]) == ("system;user;", "system;user;")
     with pytest.raises(AttachError, match="no question"):
         chat_text(tokenizer, [user, system])
+
+
+def test_a_template_that_refuses_a_text(library):
+    """A document of one window needs none; a longer one, and a prompt in words, are refused with what to do."""
+    model, tokenizer = tiny.llama(), copy.deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = "{{ raise_exception('only lists') }}"
+    memory = library.encode(model, tokenizer, "In the beginning. ", name="short")
+    with memstore.attach(model, memory) as attached, pytest.raises(ConfigError, match=r"only lists.* or to None"):
+        attached.generate("Who?", tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="only lists"):
+        library.encode(model, tokenizer, "In the beginning. " * 60, name="long", window=512)
 
 
 @pytest.mark.parametrize(
