@@ -201,7 +201,7 @@ class Binding(ABC):
                 "Its attention does not follow transformers' AttentionInterface; it needs an adapter of its own."
             )
         self._after(output)
-        if self._ledger is not None and not self._nested():
+        if self._ledger is not None and self._is_noted():
             self._ledger.close()
 
     @uncompiled
@@ -213,6 +213,10 @@ class Binding(ABC):
     def _nested(self) -> bool:
         """Whether a pass of the model is running that is a part of a step."""
         return False
+
+    def _is_noted(self) -> bool:
+        """Whether provenance tells of the pass that is running."""
+        return not self._nested()
 
     def _check_batch(self, batch: int) -> None:
         """Raises AttachError for a batch that cannot be shared out among the rows of memories."""

@@ -221,7 +221,11 @@ class DecoderOnlyAdapter(ModelAdapter):
 
     def closing(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """What stands behind the user's words in a chat: the words of the template, which many texts know too."""
-        return list(tokenizer(chat_frame(tokenizer).after, add_special_tokens=False)["input_ids"])
+        try:
+            after = chat_frame(tokenizer).after
+        except ConfigError:  # a document of one window needs no frame
+            return []
+        return list(tokenizer(after, add_special_tokens=False)["input_ids"])
 
     def rope(self) -> Tensor | None:
         return None if self.rotary is None else frequencies(self.rotary)

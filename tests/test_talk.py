@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import memstore
-from memstore.errors import AttachError
+from memstore.errors import AttachError, ConfigError
 from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.selectors.scouting import Scouting
 from tests import tiny
@@ -233,6 +233,17 @@ def test_what_became_of_generate_in_the_meantime_stays(library, after):
     assert vars(model).get("generate") is (mine if after == "replaced" else None)
 
 
+def test_what_the_model_proposes_to_itself_is_not_told(library):
+    """Provenance is that of the tokens that came to be, in every layer, also where one layer guesses them first."""
+    model, told = shallow(layers=2), []
+    with memstore.attach(model, remember(library, model, document()), budget=BUDGET, explain=True) as attached:
+        for extra in ({}, {"assistant_early_exit": 1}, {"assistant_model": model}):
+            attached.generate(input_ids=prompt(43), **greedy(6), **extra)
+            readings = attached.provenance()
+            told.append({(each.step, each.layer, each.start_token): each.mass for each in readings})
+    assert told[0] == pytest.approx(told[1], abs=EXACT) and told[0] == pytest.approx(told[2], abs=EXACT)
+
+
 def test_blocks_are_scored_in_float32_under_autocast(library):
     model, scored = shallow(), []
 
@@ -308,6 +319,17 @@ def test_a_template_that_refuses_a_system_message_alone():
     assert chat_text(tokenizer, [system, user]) == ("system;user;", "system;user;")
     with pytest.raises(AttachError, match="no question"):
         chat_text(tokenizer, [user, system])
+
+
+def test_a_template_that_refuses_a_text(library):
+    """A document of one window needs none; a longer one, and a prompt in words, are refused with what to do."""
+    model, tokenizer = tiny.llama(), copy.deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = "{{ raise_exception('only lists') }}"
+    memory = library.encode(model, tokenizer, "In the beginning. ", name="short")
+    with memstore.attach(model, memory) as attached, pytest.raises(ConfigError, match=r"only lists.* or to None"):
+        attached.generate("Who?", tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="only lists"):
+        library.encode(model, tokenizer, "In the beginning. " * 60, name="long", window=512)
 
 
 @pytest.mark.parametrize(

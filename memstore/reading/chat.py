@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
-from memstore.errors import AttachError
+from memstore.errors import AttachError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,14 +26,22 @@ class ChatFrame(NamedTuple):
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame:
-    """The frame of a one-turn chat. Without a template it is the tokenizer's beginning-of-sequence token, if any."""
+    """The frame of a one-turn chat. Without a template it is the tokenizer's beginning-of-sequence token, if any.
+
+    Raises ConfigError for a template that refuses such a chat.
+    """
     if tokenizer.chat_template is None:
         start = tokenizer("")["input_ids"]
         bos = tokenizer.bos_token_id
         return ChatFrame([bos] if bos is not None and bos in start else [], "", "")
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-    )
+    chat = [{"role": "user", "content": _MARK}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ConfigError(
+            f"The chat template refuses a text of the user: {error}. Set tokenizer.chat_template to one that takes it, "
+            "or to None."
+        ) from error
     before, _, after = str(text).partition(_MARK)
     return ChatFrame(list(tokenizer(before, add_special_tokens=False)["input_ids"]), before, after)
 

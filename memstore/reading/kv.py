@@ -168,7 +168,7 @@ class KvAttachment(Attachment):
         self._stand(self._chosen(prompt, cache, past, len(own)), own, past)
         if turn is not None:
             turn.context = self._context
-        if self._ledger is not None:  # what makes the first new token is the prompt's last one
+        if self._ledger is not None and self._is_noted():  # what makes the first new token is the prompt's last one
             stop = self._seen if prompt is None else past + prompt.own.shape[1]
             self._ledger.begin(past, (self._prompt_length or stop) - 1, first)
         return kwargs | {"position_ids": self._positions}
@@ -191,6 +191,9 @@ class KvAttachment(Attachment):
 
     def _nested(self) -> bool:
         return self._chooser is not None
+
+    def _is_noted(self) -> bool:
+        return super()._is_noted() and not self._turns.aside
 
     def _after(self, output: Any) -> None:
         cache = find_cache(output.values() if isinstance(output, Mapping) else output)
@@ -306,7 +309,7 @@ class KvAttachment(Attachment):
             return finish(normalise(local), query), None
         if self._chooser is not None:
             self._chooser.hear(layer, query, self._positions, scaling)
-        sums: list[Tensor] | None = None if self._ledger is None or self._chooser is not None else []
+        sums: list[Tensor] | None = [] if self._ledger is not None and self._is_noted() else None
         asking = self._from_afar(layer, query)
         parts = [
             each.excerpts[layer].attend(

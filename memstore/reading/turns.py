@@ -49,6 +49,11 @@ class Turns(threading.local):
         self.current: Turn | None = None
         self._deep = False
 
+    @property
+    def aside(self) -> bool:
+        """Whether the model proposes tokens to itself, as an assistant: what it reads for that is no part of a turn."""
+        return self._deep and self.current is None
+
     @contextmanager
     def begun(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], asking: int | None) -> Iterator[None]:
         """Inside, a turn goes on that generate was called for with these arguments."""
