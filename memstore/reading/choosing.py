@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from memstore.errors import AttachError
@@ -110,7 +111,8 @@ class Chooser:
 
 
 def checked_scores(selector: BlockSelector, question: Question) -> Tensor:
-    """What the selector answers. Raises AttachError for other shapes than it should have, and for NaN."""
+    """What the selector answers. Raises AttachError for other shapes than it should have, and for what are no numbers
+    of at least 0."""
     with without_autocast(question.asks.device.type):  # half precision would call different blocks equally good
         scores: Any = selector.score(question)
     due = (len(question.asks), question.num_blocks)
@@ -119,9 +121,19 @@ def checked_scores(selector: BlockSelector, question: Question) -> Tensor:
     if not isinstance(scores, Tensor) or tuple(scores.shape) not in shapes:
         given = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
         raise AttachError(f"{name}.score returned {given}; due are scores {list(due)}, or {list(shapes[1])} by layer.")
+    if scores.layout != torch.strided or scores.is_meta or scores.is_complex() or scores.dtype == torch.bool:
+        raise AttachError(
+            f"{name}.score returned {scores.dtype} on {scores.device} as {scores.layout}; due is a dense tensor of "
+            "real numbers."
+        )
     if scores.isnan().any():
         raise AttachError(f"{name}.score returned NaN, which no block can be ranked by.")
-    return scores
+    if not 0 <= float(scores.min()) <= float(scores.max()) < torch.inf:
+        raise AttachError(
+            f"{name}.score returned numbers from {float(scores.min())} to {float(scores.max())}; due are finite ones, "
+            "at least 0, with 0 for a block that nothing speaks for."
+        )
+    return scores.detach()
 
 
 def worth(reads: Reads, scored: Scored) -> float:

@@ -27,7 +27,7 @@ from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.choosing import Chooser
 from memstore.reading.context import Context, Mark, mark_of, new_mark
 from memstore.reading.excerpt import closing_ids, load_excerpt, sink_ids, sink_of
-from memstore.reading.masks import leading, own_mask, own_positions, trailing, without
+from memstore.reading.masks import checked, leading, own_mask, own_positions, trailing, without
 from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
 from memstore.reading.reads import Reads, in_order
 from memstore.reading.rotary import moved
@@ -160,11 +160,12 @@ class KvAttachment(Attachment):
             return kwargs
         cache, turn = find_cache(kwargs.values()), self._turns.current
         past = 0 if cache is None else int(cache.get_seq_length())
+        kwargs = checked(kwargs, past)
         own = own_positions(kwargs, past)
         first = past == 0 if turn is None else turn.context is None
+        if first and self._turns.batch is not None:  # whose beams could be taken for further rows
+            self._check_batch(self._turns.batch)
         prompt = prompt_of(kwargs, past, turn) if first else None
-        if prompt is not None and turn is not None and turn.tokens is not None:
-            self._check_batch(len(turn.tokens))  # without its beams, which could be taken for further rows
         self._stand(self._chosen(prompt, cache, past, len(own)), own, past)
         if turn is not None:
             turn.context = self._context
@@ -299,6 +300,12 @@ class KvAttachment(Attachment):
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """The attention function of a hooked layer."""
+        repeats = torch.is_grad_enabled() and bool(self._context.reads)  # of a step, for its gradient
+        if self._thread is None and not repeats:
+            raise AttachError(
+                f"A layer of this {type(self.model).__name__} runs outside of {type(self._stage()).__name__}, to which "
+                "memories are attached: by itself, or as a part of another model. Leave the attachment first."
+            )
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         local_mask, n = own_mask(mask, query, key.shape[2])

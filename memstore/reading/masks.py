@@ -8,6 +8,36 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from memstore.errors import AttachError
+
+
+def checked(kwargs: dict[str, Any], past: int) -> dict[str, Any]:
+    """The keywords of a pass behind ``past`` tokens, in which tokens, positions and mask fit each other; a mask of two
+    dimensions speaks of the tokens up to here.
+
+    Raises AttachError for a pass over no tokens, and for positions or a mask of another shape.
+    """
+    name = "inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"
+    tokens, given, mask = kwargs.get(name), kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if not isinstance(tokens, Tensor) or tokens.dim() != (2 if name == "input_ids" else 3) or 0 in tokens.shape:
+        shape = f"has shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"is a {type(tokens).__name__}"
+        raise AttachError(
+            f"{name} {shape}; give input_ids [rows, tokens] or inputs_embeds [rows, tokens, width], of at least one "
+            "row and token."
+        )
+    b, t = tokens.shape[:2]
+    if given is not None and (size := list(torch.as_tensor(given).shape)) not in ([t], [1, t], [b, t]):
+        raise AttachError(f"position_ids has shape {size}; due are {[b, t]}, or none: positions are found by the mask.")
+    if mask is None or isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4):
+        return kwargs
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != b or mask.shape[1] < past + t:
+        shape = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        raise AttachError(
+            f"attention_mask {shape}; due is a tensor {[b, past + t]}, 1 for a token and 0 for padding, with the "
+            "tokens that a cache holds, or one of four dimensions."
+        )
+    return kwargs | {"attention_mask": mask[:, : past + t]}
+
 
 def own_positions(kwargs: dict[str, Any], past: int) -> Tensor:
     """[B, T]: the positions that the model's own tokens would have without a memory; padding takes none."""
@@ -17,7 +47,7 @@ def own_positions(kwargs: dict[str, Any], past: int) -> Tensor:
     if given is not None:
         return torch.as_tensor(given).expand(b, t)
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return (mask.cumsum(-1) - 1).clamp_min(0)[:, -t:]
+        return ((mask != 0).cumsum(-1) - 1).clamp_min(0)[:, -t:]
     return torch.arange(past, past + t, device=tokens.device).expand(b, t)
 
 

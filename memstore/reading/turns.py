@@ -54,6 +54,13 @@ class Turns(threading.local):
         """Whether the model proposes tokens to itself, as an assistant: what it reads for that is no part of a turn."""
         return self._deep and self.current is None
 
+    @property
+    def batch(self) -> int | None:
+        """The rows that generate was given, before it makes beams of them; None outside of it."""
+        if self.current is None:
+            return None
+        return 1 if self.current.tokens is None else len(self.current.tokens)
+
     @contextmanager
     def begun(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], asking: int | None) -> Iterator[None]:
         """Inside, a turn goes on that generate was called for with these arguments."""
