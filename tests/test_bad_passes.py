@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as tf
@@ -14,7 +16,7 @@ from tests.talks import BUDGET, document, greedy, remember, shallow
 
 PROMPT = tokens(9, seed=5, rows=1)
 
-WRONG = {
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"input_ids": PROMPT[:, :0]}, r"input_ids has shape \[1, 0\]"),
     "no rows": ({"input_ids": PROMPT[:0]}, r"\[0, 9\]"),
     "nothing": ({}, "is a NoneType"),
