@@ -75,6 +75,8 @@ def genesis(reader: passkey.Reader, base: Any) -> Iterator[Asked]:
         starts[book] = len(text)
         text += assets.book_text(book)[0] + "\n\n"
     offsets = np.asarray(reader.tokenizer(text, return_offsets_mapping=True)["offset_mapping"])
+    # What the memory would have if it had been encoded as a text.
+    memory.__dict__ |= {"text": text, "offsets": offsets[:LENGTH].astype(np.int32)}
     for row in rows["questions"]:
         book = row["verse"].rpartition(" ")[0]
         low, high = next(mark[:2] for mark in assets.book_text(book)[1] if mark[2] == row["verse"])
@@ -111,12 +113,15 @@ def main() -> None:
     parser.add_argument("--selectors", nargs="+", default=[*SELECTORS, "oracle"])
     parser.add_argument("--trials", type=int, default=20, help="hidden keys of one length")
     parser.add_argument("--budget", type=int)
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="what the model computes in"
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    reader = passkey.smollm2()
+    reader = passkey.smollm2(getattr(torch, args.dtype))
     base = passkey.filler(reader)
-    result: dict[str, Any] = {"budget": args.budget, "seed": SEED, "counts": {}, "trials": {}}
+    result: dict[str, Any] = {"dtype": args.dtype, "budget": args.budget, "seed": SEED, "counts": {}, "trials": {}}
     for kind in args.sets:
         by_selector: dict[str, list[dict[str, Any]]] = {name: [] for name in args.selectors}
         result["trials"][kind], length = by_selector, int(kind.partition("-")[2] or 0)

@@ -44,7 +44,7 @@ class Spliced:
     """Stands in the place of the store that a memory is read from."""
 
     def __init__(self, base: Memory, changed: dict[bytes, bytes]) -> None:
-        self.base, self.path = base, base.store.path
+        self.base, self.path, self.records = base, base.store.path, base.store.records
         self._changed = changed | {CHECKSUM + key: checksum(value) for key, value in changed.items()}
 
     def reader(self, manifest: Manifest) -> RecordReader:

@@ -30,7 +30,8 @@ def test_spans_lie_in_their_memories_in_order_and_spend_the_budget(
     total = sum(map(num_blocks, lengths))
     scores = torch.rand(total, generator=torch.Generator().manual_seed(seed))
     spans = choose_spans(scores, lengths, blocks, width)
-    assert spans == sorted(spans)
+    parts = scores.split([num_blocks(n) for n in lengths])
+    assert spans == sorted(spans, key=lambda span: (float(parts[span.memory].max()), span))  # the best memory last
     chosen = set()
     for span in spans:
         assert 0 <= span.start < span.stop <= lengths[span.memory] and span.start % BLOCK == 0
@@ -43,7 +44,7 @@ def test_spans_lie_in_their_memories_in_order_and_spend_the_budget(
 def test_the_best_place_comes_first_and_touching_spans_are_joined() -> None:
     assert choose_spans(scored(20, b5=0.9, b15=0.8), [1280], 8, 4) == [Span(0, 256, 512), Span(0, 896, 1152)]
     assert choose_spans(scored(20, b5=0.9, b9=0.8), [1280], 8, 4) == [Span(0, 256, 768)]
-    assert choose_spans(scored(20, b0=0.9), [70, 1160], 4, 4)[0] == Span(0, 0, 70)  # the last block is shorter
+    assert choose_spans(scored(20, b0=0.9), [70, 1160], 4, 4)[-1] == Span(0, 0, 70)  # the last block is shorter
 
 
 def test_one_place_that_stands_out_is_read_at_full_width() -> None:

@@ -63,22 +63,25 @@ def choose_spans(scores: Tensor, lengths: Sequence[int], blocks: int, width: int
 
     scores: [total blocks], the blocks of all memories one after another; lengths: tokens of each memory. A span stays
     inside its memory. Returns spans in document order, touching ones joined: contiguous text reads better than
-    scattered blocks, and more blocks bring distractors.
+    scattered blocks, and more blocks bring distractors. The memory with the best block comes last, nearest to the
+    question, so that nothing depends on the order in which memories were attached.
     """
     owners = [(memory, block) for memory, n in enumerate(lengths) for block in range(num_blocks(n))]
     counts = [num_blocks(n) for n in lengths]
     chosen: set[tuple[int, int]] = set()
+    found: dict[int, int] = {}  # memories by when their first block was chosen
     for best in scores.argsort(descending=True, stable=True).tolist():
         if len(chosen) >= blocks:
             break
         memory, block = owners[best]
+        found.setdefault(memory, -len(found))
         if (memory, block) in chosen:
             continue
         first = max(0, min(block - (width - 1) // 2, counts[memory] - width))
         around = sorted(range(first, min(first + width, counts[memory])), key=lambda b: (abs(b - block), b))
         fresh = [(memory, b) for b in around if (memory, b) not in chosen]
         chosen.update(fresh[: blocks - len(chosen)])
-    return _joined(sorted(chosen), lengths)
+    return _joined(sorted(chosen, key=lambda at: (found[at[0]], at)), lengths)
 
 
 def _joined(chosen: Sequence[tuple[int, int]], lengths: Sequence[int]) -> list[Span]:
