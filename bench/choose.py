@@ -6,6 +6,7 @@
 SmolLM2-135M-Instruct, memories in float16. All memories repeat the keys and values of a text that is encoded once, so
 that nothing but their length differs. For prompts of several lengths: the prefill of the plain model; the whole prefill
 with a memory attached; what of it is choosing (the pass over the prompt's end, scores, and loading the chosen spans).
+Each attachment reads one prompt of every length and then the first *again*, for which it has kept the bounds of blocks.
 Then the time per token while an answer is written. Medians over rounds in which everything takes turns, seconds of CPU
 time and of the clock; *first* is the very first prompt, which verifies checksums of what it touches.
 """
@@ -108,14 +109,15 @@ def measure(model: Any, memories: dict[int, Memory], prompts: list[torch.Tensor]
             step(model, prompts[0])
     for i in range(rounds):
         for prompt in prompts:
-            size = prompt.shape[1]
-            with timed(times, f"plain/{size}"):
+            with timed(times, f"plain/{prompt.shape[1]}"):
                 step(model, prompt)
-            for length, memory in memories.items():
-                with memstore.attach(model, memory, **options), choosing(times, f"choose/{length}/{size}"):
-                    with timed(times, f"prefill/{length}/{size}"):
+        for length, memory in memories.items():
+            with memstore.attach(model, memory, **options):
+                for number, prompt in enumerate((*prompts, prompts[0])):
+                    name = f"{length}/{prompt.shape[1]}" + ("/again" if number == len(prompts) else "")
+                    with choosing(times, f"choose/{name}"), timed(times, f"prefill/{name}"):
                         token, cache = step(model, prompt)
-                    for _ in range(NEW_TOKENS if prompt is prompts[0] else 0):
+                    for _ in range(0 if number else NEW_TOKENS):
                         with timed(times, f"token/{length}"):
                             token, cache = step(model, token, cache)
         print(f"round {i + 1} of {rounds}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -141,6 +142,26 @@ def test_few_candidates_keep_the_best_and_score_nothing_else(monkeypatch: pytest
             keys[64 * place + 11, group] = strength * asked.queries[i][0, group * 3, 4]
     scores = Scouting().score(asked)[0]
     assert int(scores.argmax()) == place and int((scores > 0).sum()) == 4
+
+
+def test_bounds_are_kept_while_a_memory_is_open_if_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    blocks = Kept.blocks
+
+    def noted(self: Kept, part: str) -> list[torch.Tensor]:
+        read.append(part)
+        return blocks(self, part)
+
+    monkeypatch.setattr(Kept, "blocks", noted)
+    memories, held = [Kept(300), Kept(70, seed=1)], len(scouting._kept)
+    first = Scouting().score(question(memories))
+    assert read == ["bounds.0"] * 2 + ["bounds.1"] * 2
+    assert torch.equal(Scouting().score(question(memories)), first) and len(read) == 4
+    monkeypatch.setattr(scouting, "KEPT_BYTES", 0)
+    assert torch.equal(Scouting().score(question([Kept(300), Kept(70, seed=1)])), first) and len(read) == 8
+    del memories
+    gc.collect()
+    assert len(scouting._kept) == held
 
 
 def test_a_row_that_asks_nothing_has_no_scores() -> None:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from memstore.memory import OpenMemory
 from memstore.reading.excerpt import sink_of
 from memstore.reading.selection import BLOCK, num_blocks
 from memstore.reading.selectors.interface import BlockSelector, Question
 
 SCORES = 1 << 20  # scores held at once, which the cache of a core holds
 CANDIDATES = 128  # blocks whose keys are read: the best by their bounds, and as many that something else speaks for
+KEPT_BYTES = 1 << 28  # of bounds in float32, of all open memories: SmolLM2's of 262,144 tokens take 0.7 of it
 LOWEST = -1e30  # the score of a sink where there is none: finite, so that a query that finds nothing gives no NaN
+
+
+_kept: WeakKeyDictionary[OpenMemory, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
 
 
 class Scouting(BlockSelector):
@@ -122,10 +128,21 @@ def _by_group(query: Tensor, groups: int) -> Tensor:
 
 def _bounds(question: Question, layer: int, device: torch.device) -> Tensor:
     """[G, blocks + 1, 2 c] float32: the least and then the largest number of every channel; the last row is zero."""
-    kept = torch.cat([block for opened in question.opened for block in opened.blocks(f"bounds.{layer}")])
-    n, _, groups, width = kept.shape
+    each = [_bounds_of(opened, layer, device) for opened in question.opened]
+    return each[0] if len(each) == 1 else torch.cat([*(some[:, :-1] for some in each[:-1]), each[-1]], dim=1)
+
+
+def _bounds_of(opened: OpenMemory, layer: int, device: torch.device) -> Tensor:
+    """Those of one memory, which are kept while it is open, so far as there is room."""
+    kept = _kept.setdefault(opened, {})
+    if (layer, device) in kept:
+        return kept[layer, device]
+    stored = torch.cat(opened.blocks(f"bounds.{layer}"))
+    n, _, groups, width = stored.shape
     bounds = torch.zeros(groups, n + 1, 2, width, device=device)
-    bounds[:, :n] = kept.permute(2, 0, 1, 3)  # [n, 2, G, c]
+    bounds[:, :n] = stored.permute(2, 0, 1, 3)  # [n, 2, G, c]
+    if sum(some.nbytes for layers in _kept.values() for some in layers.values()) + bounds.nbytes <= KEPT_BYTES:
+        kept[layer, device] = bounds.flatten(2)
     return bounds.flatten(2)
 
 
