@@ -6,6 +6,7 @@ python bench/report.py        prints the tables, writes the pictures results/*.s
 from __future__ import annotations
 
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,48 @@ def answerable_table(result: Row) -> Iterator[str]:
             yield f"| {SCORES[name]} | {kind} | {counts} | {row['auc']:.2f} | {100 * row['true_positives']:.0f} % |"
 
 
+ASKED = {
+    "memory": "memory",
+    "chunks": "chunks by BM25, pasted",
+    "first": "the first tokens that fit, pasted",
+    "nothing": "nothing",
+    "verse": "the verse in 64 tokens, pasted",
+}
+
+
+def questions_table(result: Row) -> Iterator[str]:
+    """Right answers, and medians of the time to the first token, by set and by what the model was given."""
+    yield "| questions | the model has | right | the verse was read | first token: seconds of the clock, of CPU time |"
+    yield "|---|---|---|---|---|"
+    for kind in dict.fromkeys(row["set"] for row in result["questions"]):
+        rows = [row["ways"] for row in result["questions"] if row["set"] == kind]
+        for way, name in ASKED.items():
+            mine = [row[way] for row in rows]
+            wall, cpu = (statistics.median(each[unit] for each in mine) for unit in ("wall_s", "cpu_s"))
+            counts = [sum(each[what] for each in mine) for what in ("right", "verse_read")]
+            yield f"| {kind}, {len(rows)} | {name} | {counts[0]} | {counts[1]} | {wall:.2f}, {cpu:.2f} |"
+
+
+def perplexity_table(result: Row) -> Iterator[str]:
+    """Mean losses over all places, and at how many of them the smallest budget lowers the loss."""
+    settings, places = result["settings"], list(result["places"].values())
+    budgets, fits = settings["budgets"], settings["fits"]
+    named = [f"{budget:,}" for budget in budgets]
+    heads = ["tokens before", "none", *(f"text, {each}" for each in named), *(f"memory, {each}" for each in named)]
+    yield f"| {' | '.join([*heads, 'lower at', 'all of it as text', 'as one window'])} |"
+    yield f"|{'---|' * (len(heads) + 3)}"
+
+    def mean(name: str) -> str:
+        return f"{statistics.mean(place[name] for place in places):.3f}"
+
+    for length in (fits, *settings["lengths"]):
+        read = [f"windows, {each}" if length == fits else f"memory, {length}, {each}" for each in budgets]
+        lower = sum(place[read[0]] < place["local"] for place in places)
+        exact = [mean("full"), mean("one window")] if length == fits else ["", ""]
+        figures = [mean(name) for name in ("local", *(f"tail, {each}" for each in budgets), *read)]
+        yield f"| {' | '.join([f'{length:,}', *figures, f'{lower} of {len(places)}', *exact])} |"
+
+
 def tables() -> list[str]:
     decode = json.loads((RESULTS / "decode.json").read_text())
     return [
@@ -208,6 +251,8 @@ def tables() -> list[str]:
         "\n".join(decode_base_table(decode["base"])),
         "\n".join(attach_table(decode["attach"])),
         "\n".join(answerable_table(json.loads((RESULTS / "answerable.json").read_text()))),
+        "\n".join(questions_table(json.loads((RESULTS / "questions.json").read_text()))),
+        "\n".join(perplexity_table(json.loads((RESULTS / "perplexity.json").read_text()))),
     ]
 
 

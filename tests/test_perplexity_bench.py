@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,19 @@ def test_looking_ahead_inside_a_piece_is_noticed(bench: Any, measuring: Any) -> 
 def test_spans_chosen_by_the_prompt_do_not_look_ahead(bench: Any, measuring: Any) -> None:
     with memstore.attach(measuring.model, *measuring.memories(512, 512), budget=128):
         assert not bench.peeks(measuring.model, measuring.own(512), 16)
+
+
+def test_what_is_claimed_of_the_loss_was_measured() -> None:
+    """As means over places a memory lowers the loss at every length, and one window is read as the text is."""
+    result = json.loads((BENCH / "results" / "perplexity.json").read_text(encoding="utf-8"))
+    settings, places = result["settings"], list(result["places"].values())
+
+    def mean(name: str) -> float:
+        return float(np.mean([place[name] for place in places]))
+
+    for budget in settings["budgets"]:
+        for length in settings["lengths"]:
+            assert mean(f"memory, {length}, {budget}") < mean("local")
+        assert mean(f"windows, {budget}") < mean("local")
+    for place in places:
+        assert abs(place["one window"] - place["full"]) < 0.02

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import math
 import re
 import sys
@@ -138,6 +139,7 @@ def test_a_verse_stands_in_the_middle_of_what_is_given(bench: Any, reader: Any) 
     assert reader.tokenizer.decode(reader.books["Esther"][first:stop]).strip().startswith("So it came to pass, when")
     assert len(ids) == 512 and abs((first - start) - (start + 512 - stop)) <= 1
     assert ids == reader.books["Esther"][start : start + 512]
+    assert reader.around(asked.verse, 64) == (first, reader.books["Esther"][first:stop])  # never less than the verse
 
 
 def test_the_ways_ask_what_they_say(bench: Any, reader: Any, tmp_path: Path) -> None:
@@ -181,3 +183,20 @@ def test_time_counts_from_the_question_to_the_first_token(bench: Any) -> None:
     first: Any = clock.first
     clock(torch.zeros(1, 2), torch.zeros(1, 1))
     assert clock.first == first and 5 <= first[0] < 6 and 7 <= first[1] < 8
+
+
+def test_the_published_answers_are_judged_as_they_read(bench: Any) -> None:
+    """Every published row is one of the questions, and right if its answer contains an accepted one."""
+    result = json.loads(bench.RESULT.read_text(encoding="utf-8"))
+    assert result["books"].keys() == set(bench.books())
+    for row in result["questions"]:
+        question = bench.Question(row["set"], row["verse"], row["text"], tuple(row["answers"]))
+        assert question in bench.questions()
+        assert row["ways"].keys() == set(bench.NAMES)
+        for way in row["ways"].values():
+            assert way["right"] is bench.right(way["answer"], question.answers)
+            assert way["wall_s"] > 0 and way["cpu_s"] > 0
+        assert row["ways"]["verse"]["verse_read"] and not row["ways"]["nothing"]["verse_read"]
+    asked = [row["verse"] for row in result["questions"]]
+    for kind in {row["set"] for row in result["questions"]}:
+        assert [each.verse for each in bench.questions() if each.set == kind and each.verse not in asked] == []
