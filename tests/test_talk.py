@@ -258,22 +258,72 @@ def test_blocks_are_scored_in_float32_under_autocast(library):
     assert scored[0].dtype == torch.float32
 
 
-def test_a_cache_of_other_rows(library):
-    """Repeated rows go on, each as the one it was made of; any other number is refused."""
-    model, text = shallow(), document()
+MOVES = {
+    "repeated": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    "repeated by name": (lambda cache: cache.batch_repeat_interleave(repeats=2), [0, 0, 1, 1]),
+    "reordered": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "selected": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "twice": (
+        lambda cache: (cache.batch_repeat_interleave(2), cache.reorder_cache(torch.tensor([3, 0, 2, 2]))),
+        [1, 0, 1, 1],
+    ),
+}
+
+
+def talk_of_two(library, model, rows=None, **options):
+    """An attachment of two rows that read other blocks, and their cache after the prompt."""
+    texts = [document(seed) for seed in (0, 5)]
+    memories = [remember(library, model, text, f"doc-{i}") for i, text in enumerate(texts)]
     ids = torch.cat((prompt(43), prompt(87)))
-    with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=Pointing()), torch.no_grad():
-        cache = DynamicCache(config=model.config)
+    given = {"rows": [[memory] for memory in memories]} if rows else {}
+    attached = memstore.attach(
+        model, *([] if rows else memories[:1]), budget=BUDGET, selector=Pointing(), **given, **options
+    )
+    cache = DynamicCache(config=model.config)
+    return attached, ids, cache
+
+
+@pytest.mark.parametrize("when_full", ["error", "drop"])
+@pytest.mark.parametrize("move", MOVES)
+def test_rows_of_a_cache_that_are_moved_go_on_with_what_they_read(library, move, when_full):
+    model = shallow()
+    attached, ids, cache = talk_of_two(library, model, when_full=when_full)
+    moved, origins = MOVES[move]
+    with attached, torch.no_grad():
         model(input_ids=ids, **held(cache))
-        step = torch.tensor([[11], [12]])
-        expected = model(input_ids=step, **held(copy.deepcopy(cache))).logits.repeat_interleave(2, 0)
+        assert attached.selection()[0] != attached.selection()[1]
+        plain = copy.deepcopy(cache)
+        steps = torch.tensor([[[11], [12]], [[13], [14]]])
+        expected = [model(input_ids=step, **held(plain)).logits for step in steps]
+        model(input_ids=steps[0], **held(cache))
+        moved(cache)
+        copied = copy.deepcopy(cache)
+        for each in (cache, copied):
+            logits = model(input_ids=steps[1][origins], **held(each)).logits
+            assert (logits - expected[1][origins]).abs().max() < EXACT
+
+
+def test_rows_of_a_cache_do_not_move_to_other_memories(library):
+    model = shallow()
+    attached, ids, cache = talk_of_two(library, model, rows=True)
+    with attached, torch.no_grad():
+        model(input_ids=ids, **held(cache))
         cache.batch_repeat_interleave(2)
-        kept = copy.deepcopy(cache)
-        repeated = model(input_ids=step.repeat_interleave(2, 0), **held(cache)).logits
-        assert (repeated - expected).abs().max() < EXACT
-        kept.batch_select_indices(torch.tensor([0, 2, 3]))
-        with pytest.raises(AttachError, match="3 rows goes on with a cache of 2"):
-            model(input_ids=torch.tensor([[11], [12], [12]]), **held(kept))
+        model(input_ids=torch.tensor([[11], [12], [13], [14]]), **held(cache))
+        cache.reorder_cache(torch.tensor([1, 0, 2, 3]))
+        model(input_ids=torch.tensor([[11], [12], [13], [14]]), **held(cache))
+        cache.reorder_cache(torch.tensor([2, 0, 1, 3]))
+        with pytest.raises(AttachError, match="moved to where the attachment has other memories"):
+            model(input_ids=torch.tensor([[11], [12], [13], [14]]), **held(cache))
+
+
+def test_a_batch_that_its_cache_does_not_hold_is_refused(library):
+    model = shallow()
+    attached, ids, cache = talk_of_two(library, model)
+    with attached, torch.no_grad():
+        model(input_ids=ids, **held(cache))
+        with pytest.raises(AttachError, match="4 rows goes on with a cache of 2"):
+            model(input_ids=torch.tensor([[11], [12], [13], [14]]), **held(cache))
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from memstore.errors import AttachError
 from memstore.reading.reads import Reads
 
 MARK = "_memstore_sequence"
+ROWS = "_memstore_rows"
+MOVING = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")  # a cache's ways to move its rows
 
 
 class Mark:
-    """Names a sequence. It stands on its cache, and on every copy of that."""
+    """Names a sequence. It stands on its cache, and on every copy of that, beside the rows that the cache holds."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -28,11 +30,28 @@ def mark_of(cache: Any) -> Mark:
     return mark
 
 
-def new_mark(cache: Any) -> Mark:
-    """The mark that stands on the cache from now on."""
+def new_mark(cache: Any, batch: int) -> Mark:
+    """The mark that stands on a cache of ``batch`` rows from now on. The cache notes when its rows are moved."""
     mark = Mark()
     setattr(cache, MARK, mark)
+    setattr(cache, ROWS, torch.arange(batch))
+    for name in MOVING:
+        setattr(cache, name, partial(_move, cache, name))
     return mark
+
+
+def _move(cache: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    """Move the rows of a marked cache, and note it: given are their indices, or how often each is repeated."""
+    getattr(type(cache), name)(cache, *args, **kwargs)
+    rows, (change,) = rows_of(cache), (*args, *kwargs.values())
+    moved = rows.repeat_interleave(change) if name == MOVING[-1] else rows[torch.as_tensor(change).cpu()]
+    setattr(cache, ROWS, moved)
+
+
+def rows_of(cache: Any) -> Tensor:
+    """[rows now]: which row of its sequence each row of a marked cache is."""
+    rows: Tensor = getattr(cache, ROWS)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -63,18 +82,15 @@ class Context:
         before = positions[:, :0] if self.places is None else self.places[:, :past]
         return replace(self, places=torch.cat((before, positions), dim=1))
 
-    def for_batch(self, batch: int) -> Context:
-        """The context of a cache whose rows were repeated. Raises AttachError for another number of rows."""
-        times, rest = divmod(batch, len(self.repeated))
-        if rest or not times:
-            raise AttachError(
-                f"A batch of {batch} rows goes on with a cache of {len(self.repeated)}. Give the rows that it holds."
-            )
-        if times == 1:
+    def picked(self, rows: Tensor) -> Context:
+        """The context of these rows [n], in their order."""
+        if torch.equal(rows, torch.arange(len(self.repeated))):
             return self
-        rows = [slice(reads.rows.start * times, reads.rows.stop * times) for reads in self.reads]
-        return Context(
-            [replace(reads, rows=each) for reads, each in zip(self.reads, rows, strict=True)],
-            self.repeated.repeat_interleave(times, 0),
-            None if self.places is None else self.places.repeat_interleave(times, 0),
-        )
+        owner = {row: reads for reads in self.reads for row in range(reads.rows.start, reads.rows.stop)}
+        reads, start = [], 0
+        for own, run in groupby(rows.tolist(), owner.__getitem__):
+            stop = start + len(list(run))
+            reads.append(replace(own, rows=slice(start, stop)))
+            start = stop
+        rows = rows.to(self.repeated.device)
+        return Context(reads, self.repeated[rows], None if self.places is None else self.places[rows])

@@ -25,7 +25,7 @@ from memstore.memory import Memory
 from memstore.provenance import Seen
 from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.choosing import Chooser
-from memstore.reading.context import Context, Mark, mark_of, new_mark
+from memstore.reading.context import Context, Mark, mark_of, new_mark, rows_of
 from memstore.reading.excerpt import closing_ids, load_excerpt, sink_ids, sink_of
 from memstore.reading.masks import checked, leading, own_mask, own_positions, trailing, without
 from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
@@ -199,7 +199,8 @@ class KvAttachment(Attachment):
     def _after(self, output: Any) -> None:
         cache = find_cache(output.values() if isinstance(output, Mapping) else output)
         if cache is not None and self._chooser is None and self._contexts.get(mark_of(cache)) is not self._context:
-            self._contexts[new_mark(cache)] = self._context  # copies of the cache go on with what they read
+            batch = len(self._context.repeated)
+            self._contexts[new_mark(cache, batch)] = self._context  # copies of the cache go on with what they read
 
     def _chosen(self, prompt: Prompt | None, cache: Any, past: int, batch: int) -> Context:
         """What is read from this pass on. prompt: None for a pass that goes on with what was chosen."""
@@ -211,8 +212,24 @@ class KvAttachment(Attachment):
         known = self._contexts.get(mark_of(cache))
         if known is None:
             raise AttachError("This cache was filled outside the attachment; start from the prompt while attached.")
-        known = known.for_batch(batch)
+        known = self._picked(known, rows_of(cache), batch)
         return known if prompt is None else self._renewed(known, prompt, cache)
+
+    def _picked(self, known: Context, rows: Tensor, batch: int) -> Context:
+        """What the rows of a cache read, where they may have been moved. Raises AttachError for another number of rows
+        than the batch has, and for a row that was moved to where other memories are read."""
+        if len(rows) != batch:
+            raise AttachError(
+                f"A batch of {batch} rows goes on with a cache of {len(rows)}. Give the rows that it holds."
+            )
+        self._check_batch(batch)
+        groups, before = torch.arange(batch) // (batch // len(self.rows)), len(known.repeated) // len(self.rows)
+        if not torch.equal(rows // before, groups):
+            raise AttachError(
+                "Rows of this cache were moved to where the attachment has other memories. Attach once more with the "
+                "memories in the order of the rows, or move rows among those of the same memories only."
+            )
+        return known.picked(rows)
 
     def _begin(self, prompt: Prompt) -> Context:
         """Choose what each row of a new prompt reads."""
