@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from memstore import assets
-from memstore.coding import decoded, encoded
+from memstore.coding import Stretch, decoded, encoded
 from memstore.manifest import PartSpec, storable
 from memstore.reading.rotary import rotate
 from memstore.registry import adapter_for
@@ -39,7 +39,7 @@ def kept(rows: Tensor, spec: PartSpec) -> Tensor:
     if not spec.is_coded:
         return rows.to(getattr(torch, spec.dtype)).float()
     record = torch.frombuffer(encoded(rows, spec), dtype=torch.uint8)
-    return decoded(record, spec, len(rows), 0, len(rows))
+    return decoded([Stretch(record, len(rows), 0, len(rows))], spec)
 
 
 class Book:

@@ -29,7 +29,8 @@ import memstore
 from memstore import assets
 from memstore.memory import Memory
 from memstore.reading.chat import BETWEEN, chat_frame
-from memstore.reading.selection import BLOCK
+from memstore.reading.kv import BUDGET
+from memstore.reading.selection import BLOCK, choose_spans, num_blocks, span_width
 from memstore.reading.selectors import DEFAULT, SELECTORS, BlockSelector, Question
 from memstore.registry import adapter_for
 
@@ -139,6 +140,14 @@ def from_memory(reader: Reader, memory: Memory, selector: BlockSelector) -> tupl
     return answer, sorted((passage.start_token, passage.end_token) for passage in passages)
 
 
+def told(block: int, length: int) -> list[tuple[int, int]]:
+    """The passages that are read where the block is named."""
+    scores, blocks = torch.zeros(num_blocks(length)), BUDGET // BLOCK
+    scores[block] = 1
+    spans = choose_spans(scores, [length], blocks, span_width(scores, blocks))
+    return [(at, min(at + BLOCK, span.stop)) for span in spans for at in range(span.start, span.stop, BLOCK)]
+
+
 def from_text(reader: Reader, ids: list[int]) -> str:
     """The plain model's answer with these tokens in its prompt, where the memory stands."""
     frame = chat_frame(reader.tokenizer)
@@ -148,16 +157,18 @@ def from_text(reader: Reader, ids: list[int]) -> str:
     return str(reader.tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
 
 
-def trial(reader: Reader, base: Memory, length: int, rng: random.Random, name: str, selector: str = DEFAULT) -> Trial:
-    """Hide one key in the first ``length`` tokens of the filler, and ask for it."""
-    assert base.token_ids is not None
-    key, at, ids = hide(rng, reader.tokenizer, base.token_ids[:length])
+def trial(
+    reader: Reader, base: Memory, length: int, hidden: tuple[str, int, np.ndarray], name: str, selector: str = DEFAULT
+) -> Trial:
+    """Ask for a key that is hidden in the first ``length`` tokens of the filler."""
+    key, at, ids = hidden
     memory = splice(adapter_for(reader.model)(reader.model), base, ids, name)
     noting = Noting(SELECTORS[selector]())
     answer, passages = from_memory(reader, memory, noting)
     block = (at + KEY_AT) // BLOCK
     scores = noting.scores[0] if noting.scores.dim() == 2 else noting.scores[:, 0].mean(0)
     start = max(0, min(at - AROUND // 2, length - AROUND))
+    oracle = answer if passages == told(block, length) else from_memory(reader, memory, Oracle(block))[0]
     return Trial(
         key=key,
         depth=round(at / length, 3),
@@ -166,7 +177,7 @@ def trial(reader: Reader, base: Memory, length: int, rng: random.Random, name: s
         memory=answer,
         pasted=from_text(reader, [token for start, end in passages for token in ids[start:end].tolist()]),
         ceiling=from_text(reader, ids[start : start + AROUND].tolist()),
-        oracle=from_memory(reader, memory, Oracle(block))[0],
+        oracle=oracle,
     )
 
 
@@ -199,18 +210,28 @@ def main() -> None:
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="what the model computes in"
     )
     parser.add_argument("--selector", default=DEFAULT, choices=list(SELECTORS))
+    parser.add_argument("--resume", action="store_true", help="go on with the trials of an interrupted run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     reader = smollm2(getattr(torch, args.dtype))
     base = filler(reader)
     args.out.mkdir(parents=True, exist_ok=True)
+    assert base.token_ids is not None
     for length in args.length:
         rng, results = random.Random(f"{args.seed} {length}"), []
+        out = args.out / f"passkey-{length}-seed{args.seed}.json"
+        done = json.loads(out.read_text())["results"] if args.resume and out.exists() else []
         for i in range(args.trials):
-            results.append(trial(reader, base, length, rng, f"trial-{i}", args.selector))
+            hidden = hide(rng, reader.tokenizer, base.token_ids[:length])
+            known = i < len(done)
+            results.append(
+                Trial(**done[i]) if known else trial(reader, base, length, hidden, f"trial-{i}", args.selector)
+            )
+            assert results[-1].key == hidden[0]
             print(length, i, results[-1], flush=True)
             found = summary(length, args.seed, results)
-            (args.out / f"passkey-{length}-seed{args.seed}.json").write_text(json.dumps(found, indent=1) + "\n")
+            if len(results) >= len(done):
+                out.write_text(json.dumps(found, indent=1) + "\n")
         print({key: value for key, value in found.items() if key != "results"}, flush=True)
 
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import memstore
 from memstore import describe
 from memstore import memory as memory_module
-from memstore.coding import LARGEST, decoded, encoded
+from memstore.coding import LARGEST, Stretch, decoded, encoded
 from memstore.errors import ConfigError, EncodingError, FormatError
 from memstore.fingerprint import tensor_bytes
 from memstore.indexes import open_index
@@ -89,13 +89,16 @@ def test_a_record_holds_what_it_should_within_half_a_step(dtype, scales, n, shap
     record = encoded(rows, spec)
     assert record.nbytes == spec.num_bytes(n)
     raw = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    read = decoded(raw, spec, n, 0, n)
+    read = decoded([Stretch(raw, n, 0, n)], spec)
     expected = by_hand(bytes(record), spec, n)
     np.testing.assert_allclose(read.numpy(), expected, rtol=1e-6, atol=1e-37)
     error = np.abs(read.double().numpy() - rows.double().numpy()).reshape(n, -1, shape[-1])
     assert (error <= half_a_step(rows, spec)).all()
     for start, stop in ((0, 1), (n // 2, n), (n - 1, n), (n, n), (min(60, n), min(70, n))):
-        assert torch.equal(decoded(raw, spec, n, start, stop), read[start:stop])
+        assert torch.equal(decoded([Stretch(raw, n, start, stop)], spec), read[start:stop])
+    several = [(0, n), (n // 2, n), (0, min(n, 64)), (n - 1, n)]
+    read = torch.cat([read[start:stop] for start, stop in several])
+    assert torch.equal(decoded([Stretch(raw, n, *each) for each in several], spec), read)
 
 
 @each_dtype
@@ -105,7 +108,7 @@ def test_zeros_stay_zeros_and_what_is_constant_stays_itself(dtype, scales):
     for number in (0.0, 1.5, -3.0):  # which a bfloat16 holds
         rows = torch.full((70, 2, 4), number)
         raw = torch.frombuffer(bytearray(encoded(rows, spec)), dtype=torch.uint8)
-        torch.testing.assert_close(decoded(raw, spec, 70, 0, 70), rows, rtol=2**-8, atol=0)
+        torch.testing.assert_close(decoded([Stretch(raw, 70, 0, 70)], spec), rows, rtol=2**-8, atol=0)
 
 
 def test_the_last_group_is_no_worse_for_being_short():
@@ -114,7 +117,7 @@ def test_the_last_group_is_no_worse_for_being_short():
     rows = torch.randn(70, 3, generator=torch.Generator().manual_seed(0))
     rows[:64] *= 1e6
     raw = torch.frombuffer(bytearray(encoded(rows, spec)), dtype=torch.uint8)
-    assert (decoded(raw, spec, 70, 64, 70) - rows[64:]).abs().max() <= 0.51 * rows[64:].abs().max() / 127
+    assert (decoded([Stretch(raw, 70, 64, 70)], spec) - rows[64:]).abs().max() <= 0.51 * rows[64:].abs().max() / 127
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,10 @@ class Kept:
     def memory(self) -> Kept:
         return self
 
-    def rows(self, part: str, start: int, stop: int) -> torch.Tensor:
-        assert 0 <= start < stop <= self.num_tokens
-        return self.keys[int(part.removeprefix("keys."))][start:stop]
+    def gathered(self, part: str, stretches: list[tuple[int, int]]) -> torch.Tensor:
+        assert all(0 <= start < stop <= self.num_tokens for start, stop in stretches)
+        keys = self.keys[int(part.removeprefix("keys."))]
+        return torch.cat([keys[start:stop] for start, stop in stretches])
 
     def blocks(self, part: str) -> list[torch.Tensor]:
         return list(bounds(self.keys[int(part.removeprefix("bounds."))]).split(3))

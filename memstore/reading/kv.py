@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
     from memstore.families import DecoderOnlyAdapter
 
-BUDGET = 512  # tokens chosen for a prompt by default; more blocks bring distractors
+BUDGET = 1024  # tokens chosen for a prompt by default: more bring distractors, fewer too little of what stands around
 
 
 class KvAttachment(Attachment):
     """Keys and values attached to every self-attention layer.
 
     top_k: "all" reads every memory whole; None reads a single memory of one window whole and chooses from all others.
-    budget: tokens chosen for each prompt, by default 512, or a quarter of a small native window. layers: the layers
+    budget: tokens chosen for each prompt, by default 1,024, or a quarter of a small native window. layers: the layers
     that read, None for all. selector: what chooses blocks, by name or a BlockSelector of your own. index: the backend
     that finds blocks for it, None for the configured one. when_full: what becomes of a text that needs more
     than the native window beside the memories; "error" stops it, "drop" lets go of the oldest own tokens: every token

@@ -49,7 +49,9 @@ def test_a_spliced_memory_equals_a_fully_encoded_one(reader: passkey.Reader, lib
 def test_the_key_is_among_what_was_chosen_and_in_the_answer(reader: passkey.Reader, library: Any) -> None:
     _, filler = library
     rng = random.Random(1)
-    trials = [passkey.trial(reader, filler, LENGTH, rng, f"trial-{i}") for i in range(3)]
+    assert filler.token_ids is not None
+    hidden = [passkey.hide(rng, reader.tokenizer, filler.token_ids) for _ in range(3)]
+    trials = [passkey.trial(reader, filler, LENGTH, each, f"trial-{i}") for i, each in enumerate(hidden)]
     assert all(trial.chosen for trial in trials)
     right, pasted = (
         sum(trial.key in answer for trial, answer in zip(trials, answers, strict=True))

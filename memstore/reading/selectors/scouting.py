@@ -151,19 +151,11 @@ def _keys(question: Question, layer: int, blocks: list[int], device: torch.devic
     found: list[Tensor] = []
     start = 0
     for memory, opened in zip(question.memories, question.opened, strict=True):
-        stop = start + num_blocks(memory.num_tokens)
-        for first, last in _runs([block - start for block in blocks if start <= block < stop]):
-            end = min(BLOCK * (last + 1), memory.num_tokens)
-            rows = opened.rows(f"keys.{layer}", BLOCK * first, end)
-            missing = BLOCK * (last + 1) - end
+        stop, n = start + num_blocks(memory.num_tokens), memory.num_tokens
+        own = [BLOCK * (block - start) for block in blocks if start <= block < stop]
+        if own:
+            rows = opened.gathered(f"keys.{layer}", [(first, min(first + BLOCK, n)) for first in own])
+            missing = max(0, own[-1] + BLOCK - n)
             found += [rows, rows[-1:].expand(missing, -1, -1)] if missing else [rows]
         start = stop
     return torch.cat(found).to(device).transpose(0, 1).float()
-
-
-def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last of each run of neighbours among ascending numbers."""
-    breaks = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
-    for start, stop in zip([0, *breaks], [*breaks, len(blocks)], strict=True):
-        if blocks:
-            yield blocks[start], blocks[stop - 1]
