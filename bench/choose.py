@@ -39,7 +39,7 @@ from memstore import assets  # noqa: E402
 from memstore.fingerprint import tensor_bytes  # noqa: E402
 from memstore.memory import Document, Memory  # noqa: E402
 from memstore.memory_writer import token_parts  # noqa: E402
-from memstore.reading.kv import KvAttachment  # noqa: E402
+from memstore.reading.sequences import Sequences  # noqa: E402
 from memstore.store import MemoryStore  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "choose.json"
@@ -89,17 +89,17 @@ def step(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor
 @contextmanager
 def choosing(times: Times, name: str) -> Iterator[None]:
     """Time what an attachment does before the model reads a prompt."""
-    begin = KvAttachment._begin
+    begin = Sequences.begin
 
-    def timed_begin(self: KvAttachment, *args: Any) -> Any:
+    def timed_begin(self: Sequences, *args: Any) -> Any:
         with timed(times, name):
             return begin(self, *args)
 
-    KvAttachment._begin = timed_begin
+    Sequences.begin = timed_begin
     try:
         yield
     finally:
-        KvAttachment._begin = begin
+        Sequences.begin = begin
 
 
 def measure(model: Any, memories: dict[int, Memory], prompts: list[torch.Tensor], rounds: int, options: Any) -> Times:

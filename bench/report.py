@@ -6,17 +6,16 @@ python bench/report.py        prints the tables, writes the pictures results/*.s
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+import report_decoder_only
+from report_decoder_only import RESULTS, SCORES, Row
+
 K = 256
 TARGET = 0.99  # of the mass that the k best keys hold
-
-Row = dict[str, Any]
 
 
 def load() -> list[Row]:
@@ -153,106 +152,16 @@ def attach_table(rows: list[Row]) -> Iterator[str]:
         yield f"| {row['tokens']:,} | {' | '.join(cells)} |"
 
 
-def coding_table(result: Row) -> Iterator[str]:
-    """What each dtype costs, as the mean over the books; of the loss also the worst."""
-    yield "| stored as | bytes a number | loss | the most of any book | KL, nats | logits | same token |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in result["rows"]:
-        books = row["books"].values()
-        mean = {key: sum(book[key] for book in books) / len(books) for key in next(iter(books))}
-        worst = max((book["loss_change"] for book in books), key=abs)
-        yield (
-            f"| {row['dtype']} | {row['bytes_a_value']:.3f} | {mean['loss_change']:+.3%} | {worst:+.3%} "
-            f"| {mean['kl']:.1e} | {mean['logit_error']:.3f} | {mean['same_token']:.1%} |"
-        )
-
-
-def encode_table(result: Row) -> Iterator[str]:
-    """What encoding takes beside the bare forward passes."""
-    yield "| stored as | CPU s | ÷ bare | s | ÷ bare | bytes a number |"
-    yield "|---|---|---|---|---|---|"
-    for name, row in result["ways"].items():
-        size = f"{row['bytes_a_value']:.2f}" if "bytes_a_value" in row else ""
-        figures = f"{row['cpu_s']:.1f} | {row['cpu_ratio']:.2f} | {row['wall_s']:.1f} | {row['wall_ratio']:.2f}"
-        yield f"| {'nothing: bare' if name == 'bare' else name} | {figures} | {size} |"
-
-
-SCORES = {
-    "coverage": "`coverage`",
-    "scouting": "share of the best block while it is scouted for",
-    "memory": "attention that the memories held",
-    "passage": "attention that the heaviest passage held",
-    "focus": "how little it is spread over passages (negative entropy)",
-    "confidence": "mean log probability of the answer's first tokens",
-}
-
-
-def answerable_table(result: Row) -> Iterator[str]:
-    """How well each score parts questions with an answer in the memories from those without."""
-    yield "| score | questions | with and without an answer | AUC | true positives at 10 % false ones |"
-    yield "|---|---|---|---|---|"
-    for name, kinds in result["summary"].items():
-        for kind, row in kinds.items():
-            counts = f"{row['answered']}, {row['unanswered']}"
-            yield f"| {SCORES[name]} | {kind} | {counts} | {row['auc']:.2f} | {100 * row['true_positives']:.0f} % |"
-
-
-ASKED = {
-    "memory": "memory",
-    "chunks": "chunks by BM25, pasted",
-    "first": "the first tokens that fit, pasted",
-    "nothing": "nothing",
-    "verse": "the verse in 64 tokens, pasted",
-}
-
-
-def questions_table(result: Row) -> Iterator[str]:
-    """Right answers, and medians of the time to the first token, by set and by what the model was given."""
-    yield "| questions | the model has | right | the verse was read | first token: seconds of the clock, of CPU time |"
-    yield "|---|---|---|---|---|"
-    for kind in dict.fromkeys(row["set"] for row in result["questions"]):
-        rows = [row["ways"] for row in result["questions"] if row["set"] == kind]
-        for way, name in ASKED.items():
-            mine = [row[way] for row in rows]
-            wall, cpu = (statistics.median(each[unit] for each in mine) for unit in ("wall_s", "cpu_s"))
-            counts = [sum(each[what] for each in mine) for what in ("right", "verse_read")]
-            yield f"| {kind}, {len(rows)} | {name} | {counts[0]} | {counts[1]} | {wall:.2f}, {cpu:.2f} |"
-
-
-def perplexity_table(result: Row) -> Iterator[str]:
-    """Mean losses over all places, and at how many of them the smallest budget lowers the loss."""
-    settings, places = result["settings"], list(result["places"].values())
-    budgets, fits = settings["budgets"], settings["fits"]
-    named = [f"{budget:,}" for budget in budgets]
-    heads = ["tokens before", "none", *(f"text, {each}" for each in named), *(f"memory, {each}" for each in named)]
-    yield f"| {' | '.join([*heads, 'lower at', 'all of it as text', 'as one window'])} |"
-    yield f"|{'---|' * (len(heads) + 3)}"
-
-    def mean(name: str) -> str:
-        return f"{statistics.mean(place[name] for place in places):.3f}"
-
-    for length in (fits, *settings["lengths"]):
-        read = [f"windows, {each}" if length == fits else f"memory, {length}, {each}" for each in budgets]
-        lower = sum(place[read[0]] < place["local"] for place in places)
-        exact = [mean("full"), mean("one window")] if length == fits else ["", ""]
-        figures = [mean(name) for name in ("local", *(f"tail, {each}" for each in budgets), *read)]
-        yield f"| {' | '.join([f'{length:,}', *figures, f'{lower} of {len(places)}', *exact])} |"
-
-
 def tables() -> list[str]:
     decode = json.loads((RESULTS / "decode.json").read_text())
     return [
-        "\n".join(coding_table(json.loads((RESULTS / "coding.json").read_text()))),
-        "\n".join(encode_table(json.loads((RESULTS / "encode.json").read_text()))),
         "\n".join(index_table(load())),
         "\n".join(reading_table(json.loads((RESULTS / "reading.json").read_text()))),
         "\n".join(reader_table(load_reader())),
         "\n".join(decode_reader_table(decode["reader"])),
         "\n".join(decode_base_table(decode["base"])),
         "\n".join(attach_table(decode["attach"])),
-        "\n".join(answerable_table(json.loads((RESULTS / "answerable.json").read_text()))),
-        "\n".join(questions_table(json.loads((RESULTS / "questions.json").read_text()))),
-        "\n".join(perplexity_table(json.loads((RESULTS / "perplexity.json").read_text()))),
+        *report_decoder_only.tables(),
     ]
 
 

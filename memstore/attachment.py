@@ -89,7 +89,7 @@ class Attachment(Binding):
         states = getattr(kwargs.get("encoder_outputs"), "last_hidden_state", None)
         for tensor in (*given.values(), *([] if states is None else [states])):
             # Before beams are made of rows: then a row's beams could be taken for further rows.
-            self._check_batch(len(tensor))
+            self.check_batch(len(tensor))
         inputs = kwargs if given else self._inputs(prompt, tokenizer) | kwargs
         lengths = given | ({} if given or "input_ids" not in inputs else {"input_ids": inputs["input_ids"]})
         for name, tensor in lengths.items():

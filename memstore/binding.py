@@ -218,7 +218,7 @@ class Binding(ABC):
         """Whether provenance tells of the pass that is running."""
         return not self._nested()
 
-    def _check_batch(self, batch: int) -> None:
+    def check_batch(self, batch: int) -> None:
         """Raises AttachError for a batch that cannot be shared out among the rows of memories."""
         if batch % len(self.rows):
             raise AttachError(

@@ -83,7 +83,7 @@ class HiddenAttachment(Attachment):
         Make new ones for each call: beam search repeats the rows of its encoder outputs in place. Raises AttachError
         for a batch that cannot be shared out among the rows of memories.
         """
-        self._check_batch(batch_size)
+        self.check_batch(batch_size)
         shape = (batch_size, 1, self.adapter.width)
         return EmptyPrompt(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=self.model.device))
 
@@ -158,7 +158,7 @@ class HiddenAttachment(Attachment):
 
     def _check_prompt_rows(self, count: int) -> None:
         """``count``: before beams were made of them, which must not pass for further rows."""
-        self._check_batch(count)
+        self.check_batch(count)
         # Whisper's loop leaves out the rows that have ended, and those left must not pass for others.
         if self._own_generate() and len(self.rows) > 1 and count != len(self.rows):
             raise AttachError(
@@ -193,7 +193,7 @@ class HiddenAttachment(Attachment):
         self._calls += 1
         self._verify()
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        self._check_batch(len(query))
+        self.check_batch(len(query))
         # Soft-capping needs the key bias in every score. Else it is the same for the whole memory, and added once, if
         # there is anything to merge the memory with.
         needless = attention.softcap is None and self._no_prompt

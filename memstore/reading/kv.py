@@ -11,7 +11,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +24,16 @@ from memstore.memory import Memory
 from memstore.provenance import Seen
 from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.choosing import Chooser
-from memstore.reading.context import Context, Mark, mark_of, new_mark, rows_of
-from memstore.reading.excerpt import closing_ids, load_excerpt, sink_ids, sink_of
-from memstore.reading.masks import checked, leading, own_mask, own_positions, trailing, without
+from memstore.reading.context import Context
+from memstore.reading.excerpt import load_excerpt, sink_of
+from memstore.reading.masks import checked, own_mask, own_positions, without
 from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
-from memstore.reading.reads import Reads, in_order
+from memstore.reading.reads import Reads
 from memstore.reading.rotary import moved
 from memstore.reading.selection import BLOCK, Chosen, Span, num_blocks
 from memstore.reading.selectors import BlockSelector, chosen_selector
-from memstore.reading.turns import ASKING, Prompt, Turns, noting, prompt_of
+from memstore.reading.sequences import Sequences
+from memstore.reading.turns import ASKING, Turns, noting, prompt_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,8 +87,8 @@ class KvAttachment(Attachment):
         self.blocks = max(1, (default if budget is None else budget) // BLOCK)
         self.everything = top_k == "all"
         _check_readable(adapter, self.rows)
-        self._whole: dict[int, Reads] = {}
-        self._contexts: WeakKeyDictionary[Mark, Context] = WeakKeyDictionary()
+        self.whole: dict[int, Reads] = {}
+        self._sequences = Sequences(self)
         self._turns = Turns()
         self._chooser: Chooser | None = None  # while it passes over a prompt
         self._context = Context([], torch.empty(0, 0))
@@ -108,11 +108,11 @@ class KvAttachment(Attachment):
         whole: dict[int, Reads] = {}
         for i, row in enumerate(self.rows):
             if self._reads_whole(row):
-                known = self._whole.get(i)
+                known = self.whole.get(i)
                 whole[i] = known if known is not None and known.excerpts[0].memories == row else self._load_whole(row)
             else:
                 self.selector.prepare([self.open_memory(memory) for memory in row])
-        self._whole = whole
+        self.whole = whole
 
     def _load_whole(self, row: Sequence[Memory]) -> Reads:
         size = sum(memory.num_tokens for memory in row) + sink_of(row)[1]
@@ -126,8 +126,8 @@ class KvAttachment(Attachment):
         return Reads(slice(0, 0), [excerpt] * len(self.adapter.self_attentions), size)
 
     def _release(self) -> None:
-        self._whole.clear()
-        self._contexts.clear()
+        self.whole.clear()
+        self._sequences = Sequences(self)
         self._context = Context([], torch.empty(0, 0))
 
     def _readers(self) -> dict[nn.Module, AttentionFunction]:
@@ -164,9 +164,9 @@ class KvAttachment(Attachment):
         own = own_positions(kwargs, past)
         first = past == 0 if turn is None else turn.context is None
         if first and self._turns.batch is not None:  # whose beams could be taken for further rows
-            self._check_batch(self._turns.batch)
+            self.check_batch(self._turns.batch)
         prompt = prompt_of(kwargs, past, turn) if first else None
-        self._stand(self._chosen(prompt, cache, past, len(own)), own, past)
+        self._stand(self._sequences.context(prompt, cache, past, len(own), turn), own, past)
         if turn is not None:
             turn.context = self._context
         if self._ledger is not None and self._is_noted():  # what makes the first new token is the prompt's last one
@@ -198,93 +198,10 @@ class KvAttachment(Attachment):
 
     def _after(self, output: Any) -> None:
         cache = find_cache(output.values() if isinstance(output, Mapping) else output)
-        if cache is not None and self._chooser is None and self._contexts.get(mark_of(cache)) is not self._context:
-            batch = len(self._context.repeated)
-            self._contexts[new_mark(cache, batch)] = self._context  # copies of the cache go on with what they read
+        if cache is not None and self._chooser is None:
+            self._sequences.keep(cache, self._context)
 
-    def _chosen(self, prompt: Prompt | None, cache: Any, past: int, batch: int) -> Context:
-        """What is read from this pass on. prompt: None for a pass that goes on with what was chosen."""
-        if past == 0 and prompt is not None:
-            return self._begin(prompt)
-        turn = self._turns.current
-        if prompt is None and turn is not None and turn.context is not None:
-            return turn.context
-        known = self._contexts.get(mark_of(cache))
-        if known is None:
-            raise AttachError("This cache was filled outside the attachment; start from the prompt while attached.")
-        known = self._picked(known, rows_of(cache), batch)
-        return known if prompt is None else self._renewed(known, prompt, cache)
-
-    def _picked(self, known: Context, rows: Tensor, batch: int) -> Context:
-        """What the rows of a cache read, where they may have been moved. Raises AttachError for another number of rows
-        than the batch has, and for a row that was moved to where other memories are read."""
-        if len(rows) != batch:
-            raise AttachError(
-                f"A batch of {batch} rows goes on with a cache of {len(rows)}. Give the rows that it holds."
-            )
-        self._check_batch(batch)
-        groups, before = torch.arange(batch) // (batch // len(self.rows)), len(known.repeated) // len(self.rows)
-        if not torch.equal(rows // before, groups):
-            raise AttachError(
-                "Rows of this cache were moved to where the attachment has other memories. Attach once more with the "
-                "memories in the order of the rows, or move rows among those of the same memories only."
-            )
-        return known.picked(rows)
-
-    def _begin(self, prompt: Prompt) -> Context:
-        """Choose what each row of a new prompt reads."""
-        groups = self._groups(len(prompt.own))
-        repeated = torch.zeros_like(prompt.padding)
-        if (ids := prompt.ids) is not None:
-            for memories, rows in groups:
-                repeated[rows] = leading(ids[rows], prompt.padding[rows], sink_ids(memories))
-        reads = [replace(whole, rows=groups[i][1]) for i, whole in self._whole.items()]
-        wanting = [group for i, group in enumerate(groups) if i not in self._whole]
-        if not wanting:
-            return Context(in_order(reads), repeated)
-        chooser = Chooser(self, prompt, repeated, self._closing(prompt))
-        if self.selector.needs_queries:
-            before = [chooser.before(*group) for group in wanting]
-            self._pass_over(chooser, Context(in_order(reads + before), repeated))
-        reads += [each for group in wanting for each in chooser.choose(*group)]
-        return Context(in_order(reads), repeated)
-
-    def _renewed(self, context: Context, prompt: Prompt, cache: Any) -> Context:
-        """The context of a talk for a new turn: rows for which other blocks are worth more now choose anew. The room
-        stays the same, so that no token moves that was read before."""
-        chooser = Chooser(self, prompt, torch.zeros_like(prompt.padding), self._closing(prompt))
-        wanting = []
-        for i, (memories, rows) in enumerate(self._groups(len(prompt.own))):
-            own = [each for each in context.reads if rows.start <= each.rows.start < rows.stop]
-            if i not in self._whole and not any(map(self._is_whole, own)) and own[0].room == chooser.room(memories):
-                wanting.append((memories, rows, own))
-        if not wanting:
-            return context
-        if self.selector.needs_queries:
-            before = [chooser.before(memories, rows) for memories, rows, _ in wanting]
-            chosen = {id(each) for _, _, own in wanting for each in own}
-            kept = [each for each in context.reads if id(each) not in chosen]
-            self._pass_over(chooser, replace(context, reads=in_order(kept + before)), cache)
-        reads = list(context.reads)
-        for memories, rows, own in wanting:
-            reads = [each for each in reads if each not in own] + chooser.choose(memories, rows, own)
-        return replace(context, reads=in_order(reads))
-
-    def _closing(self, prompt: Prompt) -> Tensor:
-        """[B, T]: the tokens that the chat template puts behind the words of a prompt."""
-        closing = torch.zeros_like(prompt.padding)
-        if (ids := prompt.ids) is not None:
-            for memories, rows in self._groups(len(prompt.own)):
-                closing[rows] = trailing(ids[rows], prompt.padding[rows], closing_ids(memories))
-        return closing
-
-    def _groups(self, batch: int) -> list[tuple[list[Memory], slice]]:
-        """Each row's memories and its rows in a batch: beams and return sequences of one row stand together."""
-        self._check_batch(batch)
-        each = batch // len(self.rows)
-        return [(list(row), slice(i * each, (i + 1) * each)) for i, row in enumerate(self.rows)]
-
-    def _pass_over(self, chooser: Chooser, context: Context, cache: Any = None) -> None:
+    def pass_over(self, chooser: Chooser, context: Context, cache: Any = None) -> None:
         """Let the chooser hear what the prompt's end asks at every layer, before anything is chosen. What was said
         before is read from a copy of the cache, which so stays as it is."""
         prompt, start = chooser.prompt, chooser.start
@@ -386,13 +303,14 @@ class KvAttachment(Attachment):
         seen = []
         for reads, each in zip(self._context.reads, sums, strict=True):
             last = reads.widened(layer, each[:, :, length - noted :])
-            tail: Literal["whole"] | None = "whole" if self._is_whole(reads) else None
+            tail: Literal["whole"] | None = "whole" if self.is_whole(reads) else None
             seen.append(Seen(reads.layout, list(range(reads.rows.start, reads.rows.stop)), last, tail))
         if noted:
             self._ledger.note(layer, seen, memory, total)
 
-    def _is_whole(self, reads: Reads) -> bool:
-        return any(reads.excerpts is whole.excerpts for whole in self._whole.values())
+    def is_whole(self, reads: Reads) -> bool:
+        """Whether these are memories that are read whole."""
+        return any(reads.excerpts is whole.excerpts for whole in self.whole.values())
 
 
 def _check_readable(adapter: DecoderOnlyAdapter, rows: Sequence[Sequence[Memory]]) -> None:
