@@ -2,12 +2,13 @@
 
     python bench/passkey.py --length 65536 --trials 40 --seed 1
 
-SmolLM2-135M-Instruct in float32, the King James Bible as filler, kept in int8, the needle in place of as many of its
-tokens at a random depth, a natural question through the chat template, and no beginning of the answer. Beside the
-memory's answer stand those of the plain model with the very spans that the memory chose pasted into its prompt as text,
-of the plain model with 3,000 tokens of the document around the needle, which is what it can do at best, and of the
-memory where the needle's block is named (oracle). The filler is encoded once for all lengths. Seeds from 1,000 on are
-for development: no figure that is published comes from one.
+SmolLM2-135M-Instruct in float32, or another chat model (`--model FOLDER`); the King James Bible as filler, kept in int8,
+the needle in place of as many of its tokens at a random depth, a natural question through the chat template, and no
+beginning of the answer. Beside the memory's answer stand those of the plain model with the very spans that the memory
+chose pasted into its prompt as text, of the plain model with 3,000 tokens of the document around the needle, which is
+what it can do at best, and of the memory where the needle's block is named (oracle): the memory's own where it read the
+same spans. The filler is encoded once for all lengths. Seeds from 1,000 on are for development: no figure that is
+published comes from one.
 """
 
 from __future__ import annotations
@@ -89,9 +90,14 @@ class Oracle(BlockSelector):
         return scores
 
 
-def smollm2(dtype: torch.dtype = torch.float32) -> Reader:
-    path = assets.smollm2()
+def load(path: Path | None = None, dtype: torch.dtype = torch.float32) -> Reader:
+    """The chat model in this folder; without one SmolLM2."""
+    path = path or assets.smollm2()
     return Reader(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), AutoTokenizer.from_pretrained(path))
+
+
+def name_of(reader: Reader) -> str:
+    return Path(reader.model.name_or_path).name
 
 
 def filler_ids(tokenizer: Any, length: int) -> np.ndarray:
@@ -115,10 +121,8 @@ def filler(reader: Reader, length: int = FILLER) -> Memory:
             store.encode(reader.model, reader.tokenizer, input_ids=ids, name="filler", dtype="int8")
             print(f"{length} tokens encoded in {time.perf_counter() - began:.0f} s", flush=True)
 
-    folder = assets.build_once(
-        assets.cache_dir() / "bench" / f"smollm2-filler-{str(reader.model.dtype).removeprefix('torch.')}-{length}",
-        encode,
-    )
+    name = f"filler-{name_of(reader)}-{str(reader.model.dtype).removeprefix('torch.')}-{length}"
+    folder = assets.build_once(assets.cache_dir() / "bench" / name, encode)
     return memstore.open(folder, "r")["filler"]
 
 
@@ -181,7 +185,7 @@ def trial(
     )
 
 
-def summary(length: int, seed: int, results: list[Trial]) -> dict[str, Any]:
+def summary(reader: Reader, length: int, seed: int, results: list[Trial]) -> dict[str, Any]:
     """The counts of one length, and every trial."""
     right = {
         f"right_{way}": sum(t.key in getattr(t, way) for t in results)
@@ -189,6 +193,7 @@ def summary(length: int, seed: int, results: list[Trial]) -> dict[str, Any]:
     }
     ranks = [t.rank for t in results]
     return {
+        "model": f"{name_of(reader)} in {str(reader.model.dtype).removeprefix('torch.')}",
         "length": length,
         "seed": seed,
         "trials": len(results),
@@ -209,17 +214,19 @@ def main() -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="what the model computes in"
     )
+    parser.add_argument("--model", type=Path, help="the folder of another chat model")
     parser.add_argument("--selector", default=DEFAULT, choices=list(SELECTORS))
     parser.add_argument("--resume", action="store_true", help="go on with the trials of an interrupted run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    reader = smollm2(getattr(torch, args.dtype))
-    base = filler(reader)
+    reader = load(args.model, getattr(torch, args.dtype))
+    base = filler(reader, FILLER if args.model is None else max(args.length))
     args.out.mkdir(parents=True, exist_ok=True)
     assert base.token_ids is not None
     for length in args.length:
         rng, results = random.Random(f"{args.seed} {length}"), []
-        out = args.out / f"passkey-{length}-seed{args.seed}.json"
+        own = "" if args.model is None else f"{name_of(reader)}-"
+        out = args.out / f"passkey-{own}{length}-seed{args.seed}.json"
         done = json.loads(out.read_text())["results"] if args.resume and out.exists() else []
         for i in range(args.trials):
             hidden = hide(rng, reader.tokenizer, base.token_ids[:length])
@@ -229,7 +236,7 @@ def main() -> None:
             )
             assert results[-1].key == hidden[0]
             print(length, i, results[-1], flush=True)
-            found = summary(length, args.seed, results)
+            found = summary(reader, length, args.seed, results)
             if len(results) >= len(done):
                 out.write_text(json.dumps(found, indent=1) + "\n")
         print({key: value for key, value in found.items() if key != "results"}, flush=True)

@@ -16,17 +16,18 @@ Row = dict[str, Any]
 def load_passkeys() -> list[Row]:
     """The results of `bench/passkey.py`, by length."""
     found = [json.loads(file.read_text()) for file in RESULTS.glob("passkey-*-seed*.json")]
-    return sorted(found, key=lambda result: (result["length"], result["seed"]))
+    return sorted(found, key=lambda result: ("smollm2" not in result["model"], result["length"]))
 
 
 def passkey_table(results: list[Row]) -> Iterator[str]:
     """Keys found and read, by length."""
-    yield "| tokens | trials | ranked first | worst rank | chosen | right: memory | pasted | oracle | 3,000 tokens |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    heads = ["model", "tokens", "trials", "ranked first", "worst rank", "chosen"]
+    yield f"| {' | '.join(heads)} | right: memory | pasted | oracle | 3,000 tokens |"
+    yield f"|{'---|' * 10}"
     for row in results:
         ways = " | ".join(str(row[f"right_{way}"]) for way in ("memory", "pasted", "oracle", "ceiling"))
         found = f"{row['trials']} | {row['rank_0']} | {row['rank_worst']} | {row['chosen']}"
-        yield f"| {row['length']:,} | {found} | {ways} |"
+        yield f"| {row['model']} | {row['length']:,} | {found} | {ways} |"
 
 
 def selecting_table(result: Row) -> Iterator[str]:

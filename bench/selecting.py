@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    reader = passkey.smollm2(getattr(torch, args.dtype))
+    reader = passkey.load(dtype=getattr(torch, args.dtype))
     base = passkey.filler(reader)
     result: dict[str, Any] = {"dtype": args.dtype, "budget": args.budget, "seed": SEED, "counts": {}, "trials": {}}
     for kind in args.sets:

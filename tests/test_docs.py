@@ -200,10 +200,11 @@ def test_what_is_claimed_of_pass_keys_was_measured() -> None:
     """The counts are those of the trials, no seed is one for development, and the bounds hold that bench/README.md
     names."""
     results = runpy.run_path(str(ROOT / "bench/report_decoder_only.py"))["load_passkeys"]()
-    assert [result["length"] for result in results] == [8192, 16384, 32768, 65536, 131_072, 262_144]
+    lengths = [result["length"] for result in results if result["model"] == "smollm2-135m-instruct in float32"]
+    assert lengths == [8192, 16384, 32768, 65536, 131_072, 262_144]
     for result in results:
         trials = result["results"]
-        assert result["seed"] < 1000 and result["trials"] == len(trials) == 40
+        assert result["seed"] < 1000 and result["trials"] == len(trials) >= 20
         assert result["rank_0"] == sum(trial["rank"] == 0 for trial in trials)
         assert result["chosen"] == sum(trial["chosen"] for trial in trials) >= 0.95 * len(trials)
         for way in ("memory", "pasted", "ceiling", "oracle"):

@@ -24,7 +24,7 @@ LENGTH = 2304
 
 @pytest.fixture(scope="module")
 def reader() -> passkey.Reader:
-    return passkey.smollm2()
+    return passkey.load()
 
 
 @pytest.fixture(scope="module")
