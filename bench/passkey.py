@@ -3,12 +3,12 @@
     python bench/passkey.py --length 65536 --trials 40 --seed 1
 
 SmolLM2-135M-Instruct in float32, or another chat model (`--model FOLDER`); the King James Bible as filler, kept in
-int8, the needle in place of as many of its tokens at a random depth, a natural question through the chat template, and no
-beginning of the answer. Beside the memory's answer stand those of the plain model with the very spans that the memory
-chose pasted into its prompt as text, of the plain model with 3,000 tokens of the document around the needle, which is
-what it can do at best, and of the memory where the needle's block is named (oracle): the memory's own where it read the
-same spans. The filler is encoded once for all lengths. Seeds from 1,000 on are for development: no figure that is
-published comes from one.
+int8, the needle in place of as many of its tokens at a random depth, a natural question through the chat template,
+and no beginning of the answer. Beside the memory's answer stand those of the plain model with the very spans that
+the memory chose pasted into its prompt as text, of the plain model with 3,000 tokens of the document around the
+needle, which is what it can do at best, and of the memory where the needle's block is named (oracle): the memory's
+own where it read the same spans. The filler is encoded once for all lengths. Seeds from 1,000 on are for
+development: no figure that is published comes from one.
 """
 
 from __future__ import annotations
