@@ -19,7 +19,7 @@ from memstore.reading.selection import BLOCK, num_blocks
 from memstore.reading.selectors.interface import BlockSelector, Question
 
 SCORES = 1 << 20  # scores held at once, which the cache of a core holds
-CANDIDATES = 128  # blocks whose keys are read: the best by their bounds, and as many that something else speaks for
+CANDIDATES = 64  # blocks whose keys are read: the best by their bounds, and as many that something else speaks for
 KEPT_BYTES = 1 << 28  # of bounds in float32, of all open memories: SmolLM2's of 262,144 tokens take 0.7 of it
 LOWEST = -1e30  # the score of a sink where there is none: finite, so that a query that finds nothing gives no NaN
 
