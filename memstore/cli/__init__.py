@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import memstore
 from memstore.cli import check, config, demo, generate, index, library, plugins, reindex
 from memstore.cli.common import reporting
 from memstore.config import command_line
@@ -21,9 +22,18 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"memstore {memstore.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_version, is_eager=True)
+    ] = False,
     profile: Annotated[
         str | None,
         typer.Option(

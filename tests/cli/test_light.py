@@ -31,6 +31,11 @@ def test_a_command_works_where_torch_cannot_be_imported(library: Path, tmp_path:
     assert done.stdout
 
 
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "memstore", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["memstore", memstore.__version__]
+
+
 def test_importing_memstore_loads_no_model_library() -> None:
     code = "import sys, memstore, memstore.cli, memstore.models; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
