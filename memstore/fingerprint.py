@@ -32,9 +32,11 @@ IGNORED = frozenset(
 )
 
 SAMPLE = 16  # values of a tensor that are compared to see whether it has changed
+TOKENS = 256  # of a vocabulary, for the same
 PROBE = "The quick brown fox, 1234.5 — don't! Ünïcödé 読む книга 🙂\n\t  def f(x): return x"
 
 _hashes: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], str]] = WeakKeyDictionary()
+_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple[Any, ...], str]] = WeakKeyDictionary()
 
 
 def fingerprint(adapter: ModelAdapter, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, JsonValue]:
@@ -87,9 +89,19 @@ def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the vocabulary and of how a probe text is cut, which no library version changes by itself."""
-    ids = tokenizer(PROBE)["input_ids"]
-    return xxh3_128(json.dumps([sorted(tokenizer.get_vocab().items()), ids]).encode("utf-8", "replace")).hexdigest()
+    """Hash of the vocabulary and of how a probe text is cut, which no library version changes by itself.
+
+    Once per tokenizer, and again when it has changed: in size, in what was added, in how it cuts the probe or in one of
+    some tokens that are compared.
+    """
+    ids, size = tokenizer(PROBE)["input_ids"], len(tokenizer)
+    some = tokenizer.convert_ids_to_tokens(list(range(0, size, size // TOKENS + 1)))
+    state = (ids, size, tokenizer.get_added_vocab(), some)
+    known = _tokenizers.get(tokenizer)
+    if known is None or known[0] != state:
+        packed = json.dumps([sorted(tokenizer.get_vocab().items()), ids]).encode("utf-8", "replace")
+        known = _tokenizers[tokenizer] = (state, xxh3_128(packed).hexdigest())
+    return known[1]
 
 
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:

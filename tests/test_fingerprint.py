@@ -247,6 +247,24 @@ def test_another_tokenizer_is_refused_when_it_is_used(library):
         assert isinstance(attached.generate("Who?", tokenizer=tiny.tokenizer(), max_new_tokens=1), str)
 
 
+def test_a_tokenizer_is_hashed_once_and_again_when_it_has_changed(monkeypatch):
+    counted, digest = [], fingerprint.xxh3_128
+
+    def counting(value):
+        counted.append(value)
+        return digest(value)
+
+    monkeypatch.setattr(fingerprint, "xxh3_128", counting)
+    tokenizer = tiny.tokenizer()
+    first = fingerprint.tokenizer_hash(tokenizer)
+    assert fingerprint.tokenizer_hash(tokenizer) == first and len(counted) == 1
+    assert fingerprint.tokenizer_hash(tiny.tokenizer()) == first and len(counted) == 2
+    tokenizer.add_tokens(["Nebuchadnezzar"])
+    assert (added := fingerprint.tokenizer_hash(tokenizer)) != first
+    tokenizer.backend_tokenizer.pre_tokenizer = type(tokenizer.backend_tokenizer.pre_tokenizer)(True)
+    assert fingerprint.tokenizer_hash(tokenizer) not in (first, added)
+
+
 def test_a_memory_without_tokenizer_takes_any(library):
     model = tiny.llama()
     memory = library.encode(model, input_ids=tokens(20), name="doc")
