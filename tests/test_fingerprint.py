@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import transformers as tf
+from xxhash import xxh3_128
 
 import memstore
 from memstore import describe, fingerprint
@@ -248,7 +249,7 @@ def test_another_tokenizer_is_refused_when_it_is_used(library):
 
 
 def test_a_tokenizer_is_hashed_once_and_again_when_it_has_changed(monkeypatch):
-    counted, digest = [], fingerprint.xxh3_128
+    counted, digest = [], xxh3_128
 
     def counting(value):
         counted.append(value)
