@@ -381,7 +381,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=BUDGET)
     parser.add_argument("--selector", help="as memstore.attach takes it; by default the configured one")
     parser.add_argument("--model", type=Path, help="the folder of another chat model")
-    parser.add_argument("--dtype", default="float32", help="what the model computes in")
+    parser.add_argument("--dtype", default="bfloat16", help="what the model computes in")
     parser.add_argument("--stored", default="int8", help="the dtype of the memories")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
