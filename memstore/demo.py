@@ -41,9 +41,9 @@ class Question(NamedTuple):
 QUESTIONS = (
     Question("What was the name of Naomi's husband?", "Elimelech"),
     Question("What did Boaz tell Ruth to dip her morsel in?", "vinegar"),
-    Question("To which city was Jonah told to go?", "Nineveh"),
+    Question("What did Boaz give Ruth six measures of?", "barley"),
     Question("What did the king hold out to Esther?", "sceptre"),
-    Question("How many weeks was Daniel mourning?", "three"),
+    Question("What name did the prince of the eunuchs give to Daniel?", "Belteshazzar"),
 )
 
 

