@@ -13,7 +13,7 @@ BLOCK = 64  # tokens scored as one
 
 WIDTH = 4  # blocks of a span, unless one place stands out
 NEAR = 2  # blocks beside the best one that show the same place
-CLEAR = 1.5  # times the score of any other place: then one place is read at full width
+CLEAR = 1.2  # times the score of any other place: then one place is read at full width
 
 
 class Span(NamedTuple):
