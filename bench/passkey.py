@@ -185,6 +185,10 @@ def trial(
     )
 
 
+def called(reader: Reader) -> str:
+    return f"{name_of(reader)} in {str(reader.model.dtype).removeprefix('torch.')}"
+
+
 def summary(reader: Reader, length: int, seed: int, results: list[Trial]) -> dict[str, Any]:
     """The counts of one length, and every trial."""
     right = {
@@ -193,7 +197,7 @@ def summary(reader: Reader, length: int, seed: int, results: list[Trial]) -> dic
     }
     ranks = [t.rank for t in results]
     return {
-        "model": f"{name_of(reader)} in {str(reader.model.dtype).removeprefix('torch.')}",
+        "model": called(reader),
         "length": length,
         "seed": seed,
         "trials": len(results),
@@ -226,8 +230,12 @@ def main() -> None:
     for length in args.length:
         rng, results = random.Random(f"{args.seed} {length}"), []
         own = "" if args.model is None else f"{name_of(reader)}-"
+        own += "" if args.selector == DEFAULT else f"{args.selector}-"
         out = args.out / f"passkey-{own}{length}-seed{args.seed}.json"
-        done = json.loads(out.read_text())["results"] if args.resume and out.exists() else []
+        before = json.loads(out.read_text()) if args.resume and out.exists() else None
+        if before is not None and before["model"] != called(reader):
+            parser.error(f"{out} was made by {before['model']}; leave --resume out.")
+        done = [] if before is None else before["results"]
         for i in range(args.trials):
             hidden = hide(rng, reader.tokenizer, base.token_ids[:length])
             known = i < len(done)

@@ -94,14 +94,22 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     Once per tokenizer, and again when it has changed: in size, in what was added, in how it cuts the probe or in one of
     some tokens that are compared.
     """
-    ids, size = tokenizer(PROBE)["input_ids"], len(tokenizer)
-    some = tokenizer.convert_ids_to_tokens(list(range(0, size, size // TOKENS + 1)))
-    state = (ids, size, tokenizer.get_added_vocab(), some)
-    known = _tokenizers.get(tokenizer)
+    ids = tokenizer(PROBE)["input_ids"]
+    try:
+        size = len(tokenizer)
+        some = tokenizer.convert_ids_to_tokens(list(range(0, size, size // TOKENS + 1)))
+        state = (ids, size, tokenizer.get_added_vocab(), some)
+        known = _tokenizers.get(tokenizer)
+    except (AttributeError, LookupError, TypeError):  # not one of transformers', or one with gaps between its ids
+        return _vocabulary_hash(tokenizer, ids)
     if known is None or known[0] != state:
-        packed = json.dumps([sorted(tokenizer.get_vocab().items()), ids]).encode("utf-8", "replace")
-        known = _tokenizers[tokenizer] = (state, xxh3_128(packed).hexdigest())
+        known = _tokenizers[tokenizer] = (state, _vocabulary_hash(tokenizer, ids))
     return known[1]
+
+
+def _vocabulary_hash(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    packed = json.dumps([sorted(tokenizer.get_vocab().items()), ids]).encode("utf-8", "replace")
+    return xxh3_128(packed).hexdigest()
 
 
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 
 import memstore
 from memstore.errors import AttachError, ConfigError
 from memstore.reading.chat import BETWEEN, chat_frame, chat_text
+from memstore.reading.moving import MOVING
 from memstore.reading.selectors.scouting import Scouting
 from tests import tiny
 from tests.models import build, tokens
@@ -301,6 +303,68 @@ def test_rows_of_a_cache_that_are_moved_go_on_with_what_they_read(library, move,
         for each in (cache, copied):
             logits = model(input_ids=steps[1][origins], **held(each)).logits
             assert (logits - expected[1][origins]).abs().max() < EXACT
+
+
+def test_a_marked_cache_goes_when_nobody_holds_it_and_its_methods_are_as_they_were(library):
+    model = shallow()
+    methods = [getattr(Cache, name) for name in MOVING]
+    attached, ids, cache = talk_of_two(library, model)
+    with attached, torch.no_grad():
+        model(input_ids=ids, **held(cache))
+        assert [getattr(Cache, name) for name in MOVING] != methods
+        gone = weakref.ref(cache)
+        del cache
+        assert gone() is None
+    assert [getattr(Cache, name) for name in MOVING] == methods
+
+
+class Roundabout(DynamicCache):
+    """One way to move rows by means of another."""
+
+    def batch_select_indices(self, indices):
+        return self.reorder_cache(indices)
+
+
+def test_copies_and_kinds_of_caches_follow_their_own_moves(library):
+    model = shallow()
+    attached, ids, _ = talk_of_two(library, model)
+    step = torch.tensor([[11], [12]])
+    with attached, torch.no_grad():
+        cache = Roundabout(config=model.config)
+        model(input_ids=ids, **held(cache))
+        expected = model(input_ids=step, **held(copy.deepcopy(cache))).logits
+        shallow_copy = copy.copy(cache)
+        shallow_copy.layers = copy.deepcopy(cache.layers)
+        shallow_copy.batch_select_indices(torch.tensor([1, 0]))
+        assert (model(input_ids=step, **held(cache)).logits - expected).abs().max() < EXACT
+        swapped = model(input_ids=step.flip(0), **held(shallow_copy)).logits
+        assert (swapped - expected.flip(0)).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("beams", [[0, 0], [1, 1], [1, 0]])
+def test_beams_of_a_turn_carry_what_they_read(library, beams):
+    """As generate moves them: two rows of one talk that read different blocks, as the beams of an earlier turn may."""
+    model = shallow()
+    attached, ids, cache = talk_of_two(library, model)
+    step = torch.tensor([[11], [11]])
+    with attached, torch.no_grad(), attached._turns.begun((ids,), {}, None):
+        model(input_ids=ids, **held(cache))
+        expected = model(input_ids=step, **held(copy.deepcopy(cache))).logits[beams]
+        cache.reorder_cache(torch.tensor(beams))
+        assert (model(input_ids=step, **held(cache)).logits - expected).abs().max() < EXACT
+
+
+def test_what_was_noted_ends_where_rows_are_moved_by_hand(library):
+    model = shallow()
+    attached, ids, cache = talk_of_two(library, model, explain=True)
+    step = torch.tensor([[11], [12]])
+    with attached, torch.no_grad():
+        model(input_ids=ids, **held(cache))
+        model(input_ids=step, **held(cache))
+        assert len(attached.provenance()) == 4
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(input_ids=step, **held(cache))
+        assert len(attached.provenance()) == 2
 
 
 def test_rows_of_a_cache_do_not_move_to_other_memories(library):

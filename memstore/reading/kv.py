@@ -7,6 +7,7 @@ selector chooses spans for the prompt, which are then read at every layer and st
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from memstore.reading.choosing import Chooser
 from memstore.reading.context import Context
 from memstore.reading.excerpt import load_excerpt, sink_of
 from memstore.reading.masks import checked, own_mask, own_positions, without
+from memstore.reading.moving import follow_moves, mark_of
 from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
 from memstore.reading.reads import Reads
 from memstore.reading.rotary import moved
@@ -136,7 +138,10 @@ class KvAttachment(Attachment):
         return {module: partial(self._read, layer) for layer, module in modules if every or layer in self.layers}
 
     def _watched(self) -> Callable[[], None]:
-        return noting(self.model, self._turns)
+        with ExitStack() as watching:
+            watching.callback(follow_moves())
+            watching.callback(noting(self.model, self._turns))
+            return watching.pop_all().close
 
     def _stage(self) -> nn.Module:
         return self.adapter.decoder
@@ -166,12 +171,14 @@ class KvAttachment(Attachment):
         if first and self._turns.batch is not None:  # whose beams could be taken for further rows
             self.check_batch(self._turns.batch)
         prompt = prompt_of(kwargs, past, turn) if first else None
+        mark = mark_of(cache)
+        by_hand = turn is None and mark is not None and mark.is_moved  # and what was noted belongs to other rows
         self._stand(self._sequences.context(prompt, cache, past, len(own), turn), own, past)
         if turn is not None:
             turn.context = self._context
         if self._ledger is not None and self._is_noted():  # what makes the first new token is the prompt's last one
             stop = self._seen if prompt is None else past + prompt.own.shape[1]
-            self._ledger.begin(past, (self._prompt_length or stop) - 1, first)
+            self._ledger.begin(past, (self._prompt_length or stop) - 1, first or by_hand)
         return kwargs | {"position_ids": self._positions}
 
     def _stand(self, context: Context, own: Tensor, past: int) -> None:

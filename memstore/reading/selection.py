@@ -62,9 +62,9 @@ def choose_spans(scores: Tensor, lengths: Sequence[int], blocks: int, width: int
     """Grow the best blocks into spans of ``width`` blocks until ``blocks`` blocks are chosen.
 
     scores: [total blocks], the blocks of all memories one after another; lengths: tokens of each memory. A span stays
-    inside its memory. Returns spans in document order, touching ones joined: contiguous text reads better than
-    scattered blocks, and more blocks bring distractors. The memory with the best block comes last, nearest to the
-    question, so that nothing depends on the order in which memories were attached.
+    inside its memory. Returns the spans of each memory in document order, touching ones joined: contiguous text reads
+    better than scattered blocks, and more blocks bring distractors. The memory with the best block comes last, nearest
+    to the question, so that the order in which memories were attached matters only where scores are equal.
     """
     owners = [(memory, block) for memory, n in enumerate(lengths) for block in range(num_blocks(n))]
     counts = [num_blocks(n) for n in lengths]

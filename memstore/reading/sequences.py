@@ -12,9 +12,10 @@ from torch import Tensor
 from memstore.errors import AttachError
 from memstore.memory import Memory
 from memstore.reading.choosing import Chooser
-from memstore.reading.context import Context, Mark, mark_of, new_mark, rows_of
+from memstore.reading.context import Context
 from memstore.reading.excerpt import closing_ids, sink_ids
 from memstore.reading.masks import leading, trailing
+from memstore.reading.moving import Sequence, mark_of, put_mark
 from memstore.reading.reads import in_order
 from memstore.reading.turns import Prompt, Turn
 
@@ -27,12 +28,13 @@ class Sequences:
 
     def __init__(self, attachment: KvAttachment) -> None:
         self.attachment = attachment
-        self._contexts: WeakKeyDictionary[Mark, Context] = WeakKeyDictionary()
+        self._contexts: WeakKeyDictionary[Sequence, Context] = WeakKeyDictionary()
 
     def keep(self, cache: Any, context: Context) -> None:
         """Let the cache, and copies of it, go on with this context."""
-        if self._contexts.get(mark_of(cache)) is not context:
-            self._contexts[new_mark(cache, len(context.repeated))] = context
+        mark = mark_of(cache)
+        if mark is None or self._contexts.get(mark.sequence) is not context:
+            self._contexts[put_mark(cache, len(context.repeated))] = context
 
     def context(self, prompt: Prompt | None, cache: Any, past: int, batch: int, turn: Turn | None) -> Context:
         """What is read from this pass on. prompt: None for a pass that goes on with what was chosen.
@@ -41,15 +43,19 @@ class Sequences:
         """
         if past == 0 and prompt is not None:
             return self.begin(prompt)
-        if prompt is None and turn is not None and turn.context is not None:
-            return turn.context
-        known = self._contexts.get(mark_of(cache))
-        if known is None:
-            raise AttachError("This cache was filled outside the attachment; start from the prompt while attached.")
-        known = self._picked(known, rows_of(cache), batch)
+        mark = mark_of(cache)
+        known = None if mark is None else self._contexts.get(mark.sequence)
+        if mark is None or known is None:
+            if prompt is None and turn is not None and turn.context is not None:
+                return turn.context
+            raise AttachError(
+                "This cache was filled outside the attachment, or its rows were moved by other means than its methods; "
+                "start from the prompt while attached."
+            )
+        known = self._picked(known, mark.rows, batch)
         return known if prompt is None else self._renewed(known, prompt, cache)
 
-    def _picked(self, known: Context, rows: Tensor, batch: int) -> Context:
+    def _picked(self, known: Context, rows: tuple[int, ...], batch: int) -> Context:
         """What the rows of a cache read, where they may have been moved. Raises AttachError for another number of rows
         than the batch has, and for a row that was moved to where other memories are read."""
         if len(rows) != batch:
@@ -57,9 +63,8 @@ class Sequences:
                 f"A batch of {batch} rows goes on with a cache of {len(rows)}. Give the rows that it holds."
             )
         self.attachment.check_batch(batch)
-        owners = len(self.attachment.rows)
-        groups, before = torch.arange(batch) // (batch // owners), len(known.repeated) // owners
-        if not torch.equal(rows // before, groups):
+        now, before = (count // len(self.attachment.rows) for count in (batch, len(known.repeated)))
+        if any(row // before != place // now for place, row in enumerate(rows)):
             raise AttachError(
                 "Rows of this cache were moved to where the attachment has other memories. Attach once more with the "
                 "memories in the order of the rows, or move rows among those of the same memories only."

@@ -6,6 +6,7 @@ block are scored first (Quest, Tang et al. 2024, bounds keys in this way), exact
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ KEPT_BYTES = 1 << 28  # of bounds in float32, of all open memories: SmolLM2's of
 LOWEST = -1e30  # the score of a sink where there is none: finite, so that a query that finds nothing gives no NaN
 
 
+_keeping = threading.Lock()
 _kept: WeakKeyDictionary[OpenMemory, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
 
 
@@ -133,16 +135,18 @@ def _bounds(question: Question, layer: int, device: torch.device) -> Tensor:
 
 
 def _bounds_of(opened: OpenMemory, layer: int, device: torch.device) -> Tensor:
-    """Those of one memory, which are kept while it is open, so far as there is room."""
-    kept = _kept.setdefault(opened, {})
-    if (layer, device) in kept:
-        return kept[layer, device]
+    """Those of one memory, which are kept as long as it is used, so far as there is room."""
+    with _keeping:
+        kept = _kept.setdefault(opened, {})
+        if (layer, device) in kept:
+            return kept[layer, device]
     stored = torch.cat(opened.blocks(f"bounds.{layer}"))
     n, _, groups, width = stored.shape
     bounds = torch.zeros(groups, n + 1, 2, width, device=device)
     bounds[:, :n] = stored.permute(2, 0, 1, 3)  # [n, 2, G, c]
-    if sum(some.nbytes for layers in _kept.values() for some in layers.values()) + bounds.nbytes <= KEPT_BYTES:
-        kept[layer, device] = bounds.flatten(2)
+    with _keeping:
+        if sum(some.nbytes for layers in _kept.values() for some in layers.values()) + bounds.nbytes <= KEPT_BYTES:
+            kept[layer, device] = bounds.flatten(2)
     return bounds.flatten(2)
 
 
