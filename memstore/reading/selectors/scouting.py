@@ -1,6 +1,6 @@
 """Scouting: the model's own attention says where in the memories the answer to a prompt may stand.
 
-At every layer each prompt token scores blocks of 64 memory tokens by attention. The bounds that are kept of every
+At some layers each prompt token scores blocks of 64 memory tokens by attention. The bounds that are kept of every
 block are scored first (Quest, Tang et al. 2024, bounds keys in this way), exact keys of the best blocks only.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,8 @@ from memstore.reading.selection import BLOCK, num_blocks
 from memstore.reading.selectors.interface import BlockSelector, Question
 
 SCORES = 1 << 20  # scores held at once, which the cache of a core holds
-CANDIDATES = 64  # blocks whose keys are read: the best by their bounds, and as many that something else speaks for
+CANDIDATES = 32  # blocks whose keys are read: the best by their bounds, and as many that something else speaks for
+LAYERS = 16  # that score at most, the last one among them: more find the same places
 KEPT_BYTES = 1 << 28  # of bounds in float32, of all open memories: SmolLM2's of 262,144 tokens take 0.7 of it
 LOWEST = -1e30  # the score of a sink where there is none: finite, so that a query that finds nothing gives no NaN
 
@@ -30,13 +32,17 @@ _kept: WeakKeyDictionary[OpenMemory, dict[tuple[int, torch.device], Tensor]] = W
 
 
 class Scouting(BlockSelector):
-    """A block's score is the mean over layers of its share of a softmax over the sink and all blocks, each standing for
-    its best key; the maximum over heads and asking tokens. Layers disagree, and their mean finds the place."""
+    """A block's score is the mean over layers, up to LAYERS, of its share of a softmax over the sink and all blocks,
+    each standing for its best key; the maximum over heads and asking tokens. Layers disagree, and their mean finds the
+    place."""
 
     def score(self, question: Question, prior: Tensor | None = None) -> Tensor:
         """prior: [b, blocks], scores of blocks that are worth a look whatever their bounds say. Bounds are far from
         what they bound, and lose many a block to which one head of a few layers would point."""
-        return for_each_row(question, partial(_scored, prior=prior)).mean(0)
+        every = sorted(question.queries)
+        some = every[::-1][:: -(-len(every) // LAYERS)]
+        asked = replace(question, queries={layer: question.queries[layer] for layer in reversed(some)})
+        return for_each_row(asked, partial(_scored, prior=prior)).mean(0)
 
 
 class PerLayer(BlockSelector):
