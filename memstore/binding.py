@@ -129,7 +129,9 @@ class Binding(ABC):
 
     def _check_entered(self) -> None:
         if not self._opened:
-            raise AttachError("Nothing is attached yet: write `with memstore.attach(…) as attached:` around the use.")
+            raise AttachError(
+                "Nothing is attached yet, or any more: write `with memstore.attach(…) as attached:` around the use."
+            )
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:

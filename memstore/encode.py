@@ -92,10 +92,16 @@ def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
     if not differing:
         memory.open().close()  # one that is damaged must not pass for done
         return memory
+    if "parts" in differing and (stored := _dtypes(memory.manifest)) != (wanted := _dtypes(draft)):
+        differing[differing.index("parts")] = f"dtype (stored as {stored}, not {wanted})"
     raise MemoryExistsError(
         f"The store holds another memory named {draft.name!r} already; it differs in {', '.join(differing)}. "
         "Remove it first, or choose another name."
     )
+
+
+def _dtypes(manifest: Manifest) -> str:
+    return " and ".join(sorted({spec.dtype for part, spec in token_parts(manifest).items()}))
 
 
 def _blocks(

@@ -8,7 +8,7 @@ from memstore.errors import AttachError
 from memstore.memory import Memory
 
 Rows = list[list[Memory]]
-WANTED = "Give memories as a store gives them, store['name']"
+WANTED = "Give memories as a store gives them, store['name'], one after another (of a list: *memories)"
 
 
 def unified(rows: Sequence[Sequence[Memory]]) -> Rows:
