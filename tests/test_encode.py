@@ -253,7 +253,7 @@ def test_the_same_again_is_a_no_op_and_anything_else_is_refused(library, llama, 
     assert (again.manifest, calls) == (first.manifest, [])
     good: dict[str, Any] = {"tokenizer": tokenizer, "text": LINE, "metadata": {"year": 90}}
     other: Any = {"text": LINE + "x"}, {"metadata": None}, {"window": 64}, {"dtype": "float16"}, {"batch_size": 2}
-    names = ("num_tokens, document_digest", "metadata", "rule", "parts", "batch_size")
+    names = ("num_tokens, document_digest", "metadata", "rule", "dtype", "batch_size")
     for change, differing in zip(other, names, strict=True):
         with pytest.raises(MemoryExistsError, match=f"'doc' already; it differs in {differing}"):
             library.encode(llama, name="doc", **{**good, **change})
