@@ -100,6 +100,10 @@ def name_of(reader: Reader) -> str:
     return Path(reader.model.name_or_path).name
 
 
+def dtype_of(reader: Reader) -> str:
+    return str(reader.model.dtype).removeprefix("torch.")
+
+
 def filler_ids(tokenizer: Any, length: int) -> np.ndarray:
     """The first ``length`` tokens of the Bible, from Genesis on."""
     text, ids = "", []
@@ -121,7 +125,7 @@ def filler(reader: Reader, length: int = FILLER) -> Memory:
             store.encode(reader.model, reader.tokenizer, input_ids=ids, name="filler", dtype="int8")
             print(f"{length} tokens encoded in {time.perf_counter() - began:.0f} s", flush=True)
 
-    name = f"filler-{name_of(reader)}-{str(reader.model.dtype).removeprefix('torch.')}-{length}"
+    name = f"filler-{name_of(reader)}-{dtype_of(reader)}-{length}"
     folder = assets.build_once(assets.cache_dir() / "bench" / name, encode)
     return memstore.open(folder, "r")["filler"]
 
@@ -186,7 +190,7 @@ def trial(
 
 
 def called(reader: Reader) -> str:
-    return f"{name_of(reader)} in {str(reader.model.dtype).removeprefix('torch.')}"
+    return f"{name_of(reader)} in {dtype_of(reader)}"
 
 
 def summary(reader: Reader, length: int, seed: int, results: list[Trial]) -> dict[str, Any]:
@@ -227,10 +231,10 @@ def main() -> None:
     base = filler(reader, FILLER if args.model is None else max(args.length))
     args.out.mkdir(parents=True, exist_ok=True)
     assert base.token_ids is not None
+    own = "" if args.model is None else f"{name_of(reader)}-"
+    own += "" if args.selector == DEFAULT else f"{args.selector}-"
     for length in args.length:
         rng, results = random.Random(f"{args.seed} {length}"), []
-        own = "" if args.model is None else f"{name_of(reader)}-"
-        own += "" if args.selector == DEFAULT else f"{args.selector}-"
         out = args.out / f"passkey-{own}{length}-seed{args.seed}.json"
         before = json.loads(out.read_text()) if args.resume and out.exists() else None
         if before is not None and before["model"] != called(reader):

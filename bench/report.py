@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import report_decoder_only
-from report_decoder_only import RESULTS, SCORES, Row
+from report_decoder_only import RESULTS, SCORES, Row, load_result
 
 K = 256
 TARGET = 0.99  # of the mass that the k best keys hold
@@ -26,7 +26,7 @@ def load() -> list[Row]:
 
 def load_reader() -> Row:
     """The result of `bench/read_long.py`."""
-    return json.loads((RESULTS / "reader.json").read_text())
+    return load_result("reader")
 
 
 def curves(size: Row, k: int = K) -> dict[tuple[str, str], list[Row]]:
@@ -153,10 +153,10 @@ def attach_table(rows: list[Row]) -> Iterator[str]:
 
 
 def tables() -> list[str]:
-    decode = json.loads((RESULTS / "decode.json").read_text())
+    decode = load_result("decode")
     return [
         "\n".join(index_table(load())),
-        "\n".join(reading_table(json.loads((RESULTS / "reading.json").read_text()))),
+        "\n".join(reading_table(load_result("reading"))),
         "\n".join(reader_table(load_reader())),
         "\n".join(decode_reader_table(decode["reader"])),
         "\n".join(decode_base_table(decode["base"])),
@@ -253,7 +253,7 @@ def main() -> None:
     print("\n\n".join(tables()))
     draw(load(), RESULTS / "index.svg")
     draw_reader(load_reader(), RESULTS / "reader.svg")
-    draw_answerable(json.loads((RESULTS / "answerable.json").read_text()), RESULTS / "answerable.svg")
+    draw_answerable(load_result("answerable"), RESULTS / "answerable.svg")
 
 
 if __name__ == "__main__":

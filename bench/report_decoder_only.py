@@ -13,6 +13,12 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 
 
+def load_result(name: str) -> Row:
+    """What the bench of this name found."""
+    result: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
 def load_passkeys() -> list[Row]:
     """The results of `bench/passkey.py` but for those of development, by model and length."""
     every = (json.loads(file.read_text()) for file in RESULTS.glob("passkey-*-seed*.json"))
@@ -131,16 +137,12 @@ def perplexity_table(result: Row) -> Iterator[str]:
 
 
 def tables() -> list[str]:
-    def load(name: str) -> Row:
-        result: Row = json.loads((RESULTS / f"{name}.json").read_text())
-        return result
-
     return [
         "\n".join(passkey_table(load_passkeys())),
-        "\n".join(selecting_table(load("selecting"))),
-        "\n".join(questions_table(load("questions"))),
-        "\n".join(perplexity_table(load("perplexity"))),
-        "\n".join(answerable_table(load("answerable"))),
-        "\n".join(coding_table(load("coding"))),
-        "\n".join(encode_table(load("encode"))),
+        "\n".join(selecting_table(load_result("selecting"))),
+        "\n".join(questions_table(load_result("questions"))),
+        "\n".join(perplexity_table(load_result("perplexity"))),
+        "\n".join(answerable_table(load_result("answerable"))),
+        "\n".join(coding_table(load_result("coding"))),
+        "\n".join(encode_table(load_result("encode"))),
     ]

@@ -67,6 +67,11 @@ def document(seed: int = 0) -> torch.Tensor:
     return tokens(LENGTH, seed=seed)
 
 
+def prompt(last: int, seed: int = 1, length: int = 7) -> torch.Tensor:
+    """[1, length] ids, the last of which names the block that answers."""
+    return torch.tensor([[*tokens(length - 1, seed=seed).tolist(), last]])
+
+
 def remember(library, model, ids: torch.Tensor, name: str = "doc"):
     """The memory of a document that is read in windows, so that spans of it are chosen."""
     return library.encode(model, input_ids=ids, name=name, window=128)

@@ -40,8 +40,9 @@ class Scouting(BlockSelector):
         """prior: [b, blocks], scores of blocks that are worth a look whatever their bounds say. Bounds are far from
         what they bound, and lose many a block to which one head of a few layers would point."""
         every = sorted(question.queries)
-        some = every[::-1][:: -(-len(every) // LAYERS)]
-        asked = replace(question, queries={layer: question.queries[layer] for layer in reversed(some)})
+        step = -(-len(every) // LAYERS)
+        some = every[(len(every) - 1) % step :: step]
+        asked = replace(question, queries={layer: question.queries[layer] for layer in some})
         return for_each_row(asked, partial(_scored, prior=prior)).mean(0)
 
 
