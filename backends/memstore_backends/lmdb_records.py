@@ -107,6 +107,11 @@ class LmdbRecords(RecordStore):
     def lock(self, name: str, wait: bool) -> Lock:
         return FileLock(self.path / "locks" / f"{name}.lock", wait)
 
+    def lock_names(self) -> list[str]:
+        folder = self.path / "locks"
+        with translated(folder):
+            return sorted(path.stem for path in folder.iterdir()) if folder.exists() else []
+
     def memory_ids(self) -> list[str]:
         with translated(self._memories):
             folders = self._memories.iterdir() if self._memories.exists() else []
