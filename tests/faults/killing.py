@@ -70,7 +70,8 @@ class Trial:
 
     def kill(self, *faults: dict[str, Any]) -> int:
         """Kill it at each of these, one after the other, and let it finish. Returns how often it was killed."""
-        store, kills, reported = self.fresh(), 0, []
+        store, kills = self.fresh(), 0
+        reported: list[str] = []
         for fault in faults:
             child = self.attempt(store, **fault)
             status = child.wait()
@@ -93,4 +94,4 @@ class Trial:
         else:
             assert done["state"]["memories"] == self.after
         self.finished(store, reported)
-        return done["code"] != 0
+        return bool(done["code"])

@@ -29,7 +29,7 @@ class Server:
         shim, plugins, self._children = folder / "shim.so", folder / "plugins", 0
         compiler = shutil.which("cc") or shutil.which("c++") or "cc"
         source = Path(__file__).with_name("shim.c")
-        options = ["-x", "c", "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl"]
+        options = ["-x", "c", "-shared", "-fPIC", "-O1", "-o", str(shim), str(source), "-ldl"]
         subprocess.run([compiler, *options], check=True)
         environment = {
             **os.environ,

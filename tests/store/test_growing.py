@@ -11,6 +11,7 @@ import pytest
 import memstore
 from memstore.store import MemoryStore
 from memstore_backends import lmdb_catalog
+from memstore_backends.lmdb_records import LmdbRecords
 from tests.store import making
 
 READ = """
@@ -55,7 +56,9 @@ def test_a_reader_that_was_killed_while_it_read_holds_nothing_back(library: Memo
     process.communicate()
     churn(library, 60)
     assert catalog_bytes(library) <= before + 4 * 4096  # of 60 × 4 kB that were written
-    assert library.records._catalog._env.readers().count("\n") <= 2  # a title, and this process
+    records = library.records
+    assert isinstance(records, LmdbRecords) and records._catalog is not None
+    assert records._catalog._env.readers().count("\n") <= 2  # a title, and this process
 
 
 def test_one_that_is_attached_holds_nothing_back(library: MemoryStore) -> None:

@@ -26,7 +26,7 @@ from memstore.errors import (
     StoreError,
 )
 from memstore.manifest import Manifest
-from memstore.memory import Document
+from memstore.memory import Document, Memory
 from memstore.store import MemoryStore
 from tests.store import making
 
@@ -196,7 +196,7 @@ def test_a_list_reads_no_more_of_a_manifest_than_it_tells(
             for each in memories
         ]
     assert told == [
-        (each.name, 1.5, "hidden", making.TOKENS, sealed.seal["nbytes"], {"model": "none"}, sealed.metadata)
+        (each.name, 1.5, "hidden", making.TOKENS, Memory(library, sealed).nbytes, {"model": "none"}, sealed.metadata)
         for each in [*manifests, sealed]
     ]
     assert [memory.manifest for memory in memories] == [*manifests, sealed]
