@@ -224,6 +224,10 @@ class RecordStore(ABC):
         Raises StoreBusyError if another holds it and ``wait`` is false.
         """
 
+    def lock_names(self) -> list[str]:
+        """Locks of which something remains that ``release(discard=True)`` removes, held or not."""
+        return []
+
     @abstractmethod
     def memory_ids(self) -> list[str]:
         """Ids that occupy space, sealed or not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import msgpack
@@ -139,21 +140,68 @@ class Manifest(BaseModel):
         """Raises FormatError for what is no manifest, or one of a newer major format."""
         try:
             raw = msgpack.unpackb(data, strict_map_key=True)
-            major = raw["format_major"]
+            _check_major(raw)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise FormatError(f"The catalog holds a record that is no manifest ({error}).") from error
-        if major != FORMAT_MAJOR:
-            raise FormatError(
-                f"Memory {raw.get('name')!r} has format {major}.{raw.get('format_minor')}; this version of memstore "
-                f"reads format {FORMAT_MAJOR}. Install the version that wrote it, or encode the document again."
-            )
+            raise _no_manifest(error) from error
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            if raw.get("format_minor", 0) > FORMAT_MINOR:
+            if (minor := raw.get("format_minor", 0)) > FORMAT_MINOR:
                 raise FormatError(
-                    f"Memory {raw.get('name')!r} has format {major}.{raw['format_minor']}, and something in it that "
-                    f"this version of memstore, which writes {FORMAT_MAJOR}.{FORMAT_MINOR}, does not know. Install the "
+                    f"Memory {raw.get('name')!r} has format {FORMAT_MAJOR}.{minor}, and something in it that this "
+                    f"version of memstore, which writes {FORMAT_MAJOR}.{FORMAT_MINOR}, does not know. Install the "
                     "version that wrote it, or encode the document again."
                 ) from error
             raise FormatError(f"The manifest of memory {raw.get('name')!r} is not valid: {error}") from error
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a list of memories needs of each manifest. Reading these alone takes a thirtieth of the time where there are
+    parts of many layers."""
+
+    name: str
+    created: float
+    kind: str
+    num_tokens: int
+    fingerprint: dict[str, JsonValue]
+    metadata: dict[str, JsonValue]
+    seal: dict[str, Any]
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Facts:
+        """From the manifest of a complete memory. Raises FormatError as :meth:`Manifest.unpack` does, but for what is
+        wrong in the rest of it."""
+        try:
+            unpacker = msgpack.Unpacker(strict_map_key=True)
+            unpacker.feed(data)
+            raw: dict[str, Any] = {}
+            for _ in range(unpacker.read_map_header()):
+                field = unpacker.unpack()
+                if field in _FACTS or field in ("format_major", "format_minor"):
+                    raw[field] = unpacker.unpack()
+                else:
+                    unpacker.skip()
+            _check_major(raw)
+            facts = cls(**{field: raw[field] for field in _FACTS})
+            if not (isinstance(facts.name, str) and isinstance(facts.seal["nbytes"], int)):
+                raise TypeError("it has no name or no size")
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            raise _no_manifest(error) from error
+        return facts
+
+
+_FACTS = frozenset(field.name for field in fields(Facts))
+
+
+def _check_major(raw: dict[str, Any]) -> None:
+    major = raw["format_major"]
+    if major != FORMAT_MAJOR:
+        raise FormatError(
+            f"Memory {raw.get('name')!r} has format {major}.{raw.get('format_minor')}; this version of memstore "
+            f"reads format {FORMAT_MAJOR}. Install the version that wrote it, or encode the document again."
+        )
+
+
+def _no_manifest(error: Exception) -> FormatError:
+    return FormatError(f"The catalog holds a record that is no manifest ({error}).")

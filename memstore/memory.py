@@ -15,7 +15,7 @@ import xxhash
 
 from memstore.errors import DamagedMemoryError, StoreError
 from memstore.interfaces import Buffer, RecordReader
-from memstore.manifest import Manifest, PartSpec
+from memstore.manifest import Facts, Manifest, PartSpec
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -69,9 +69,19 @@ class Document:
 class Memory:
     """A memory of a store: cheap to have, it opens its file only when asked for text, tokens or vectors."""
 
-    def __init__(self, store: MemoryStore, manifest: Manifest) -> None:
+    def __init__(self, store: MemoryStore, manifest: Manifest | bytes) -> None:
+        """``manifest``: may be packed, so that a list of thousands reads no more of it than it needs."""
         self.store = store
-        self.manifest = manifest
+        self._facts: Manifest | Facts
+        if isinstance(manifest, bytes):
+            self._packed, self._facts = manifest, Facts.unpack(manifest)
+        else:
+            self.manifest = self._facts = manifest
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """All that is known of it. Raises FormatError for one that a newer version wrote."""
+        return Manifest.unpack(self._packed)
 
     def __repr__(self) -> str:
         return f"<Memory {self.name!r}: {self.num_tokens} tokens, {self.kind}, {self.nbytes} bytes>"
@@ -81,28 +91,33 @@ class Memory:
 
     @property
     def name(self) -> str:
-        return self.manifest.name
+        return self._facts.name
 
     @property
     def num_tokens(self) -> int:
-        return self.manifest.num_tokens
+        return self._facts.num_tokens
 
     @property
     def nbytes(self) -> int:
         """Bytes that its records take, on disk where they are kept there."""
-        return int((self.manifest.seal or {})["nbytes"])
+        return int((self._facts.seal or {})["nbytes"])
 
     @property
     def kind(self) -> str:
-        return self.manifest.kind
+        return self._facts.kind
+
+    @property
+    def created(self) -> float:
+        """When its writing began, in seconds since 1970."""
+        return self._facts.created
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        return dict(self.manifest.fingerprint)
+        return dict(self._facts.fingerprint)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return dict(self.manifest.metadata)
+        return dict(self._facts.metadata)
 
     def open(self, verify: Verify = "lazy") -> OpenMemory:
         """Open the vectors for reading. ``verify``: check all checksums now ("open"), each value's at its first touch

@@ -1,7 +1,8 @@
 """Memories in progress: who may write one, how an interrupted one is resumed, and how its space is given back.
 
-A memory's pending manifest is committed before its first byte is written, and becomes its sealed manifest in one
-commit. A removal puts a tombstone in the place of the manifest, which goes when the space has been given back.
+A memory's pending manifest is committed before anything of it is on the disk, its lock included, and becomes its
+sealed manifest in one commit. A removal puts a tombstone in the place of the manifest, which goes when the space has
+been given back. So whatever a killed process leaves has an id of which the catalog says what to do with it, or nothing.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWrit
                 f"{records.path} already holds a memory named {draft.name!r}. Remove it, or choose another name."
             )
         value = records.get(pending_key)
-        manifest = draft if value is None else Manifest.unpack(value)
+        if value is None:
+            records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: None})
+            continue
+        manifest = Manifest.unpack(value)
         if not _same(manifest, draft):
             drop(records, draft.name)
             continue
         lock = _acquire(records, manifest)
         try:
-            # Also where nothing changes: inside a commit the catalog is certain to be the newest.
-            puts = {pending_key: packed} if value is None else {}
-            if records.commit(puts, expect={pending_key: value, sealed_key: None}):
-                return _writer(store, manifest, value or packed, document, lock)
+            if records.commit({}, expect={pending_key: value, sealed_key: None}):  # inside a commit it is the newest
+                return _writer(store, manifest, value, document, lock)
         except BaseException:
             lock.release()
             raise
@@ -88,7 +90,7 @@ def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memor
 
 
 def reclaim(records: RecordStore) -> None:
-    """Give back the space of removals that were interrupted.
+    """Give back the space of removals that were interrupted, and what other killed processes left.
 
     Only what a tombstone names is deleted, never what no manifest names: a catalog that was damaged, or restored from
     an older copy, must not cost a memory.
@@ -99,6 +101,22 @@ def reclaim(records: RecordStore) -> None:
     for tombstone, _ in tombstones:
         with contextlib.suppress(StoreError):  # the next opening tries again
             _bury(records, tombstone)
+    with contextlib.suppress(StoreError):
+        _discard_locks(records)
+
+
+def _discard_locks(records: RecordStore) -> None:
+    """Remove the locks that nobody asks for any more: of memories that are no longer written, or no longer there."""
+    names = records.lock_names()  # before the catalog is read: who locks an id has found it there
+    if not names:
+        return
+    pending = {Manifest.unpack(value).id for _, value in records.items(PENDING)}
+    there = set(records.memory_ids())
+    for name in names:
+        memory_id, _, kind = name.partition("-")
+        if memory_id not in (there if kind else pending):
+            with contextlib.suppress(StoreBusyError):  # by a process that is about to learn it
+                records.lock(name, wait=False).release(discard=True)
 
 
 def _bury(records: RecordStore, tombstone: bytes) -> None:

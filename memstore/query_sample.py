@@ -88,6 +88,8 @@ def _load(path: Path, model: str) -> Sample:
 def _save(path: Path, sample: Sample, model: str) -> None:
     tensors = {str(layer): queries for layer, queries in sample.items()}
     data = save(tensors, {"format": FORMAT, "model": model, "checksum": tensors_hash(tensors)})
+    for left in path.parent.glob(f".{path.name}.*"):  # by a killed process; one at work only gets a notice
+        left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as file:

@@ -88,8 +88,8 @@ class MemoryStore:
 
     def memories(self) -> list[Memory]:
         """All memories, sorted by name, as they were at one moment."""
-        manifests = [Manifest.unpack(value) for _, value in self.records.items(SEALED)]
-        return [Memory(self, manifest) for manifest in sorted(manifests, key=lambda manifest: manifest.name)]
+        memories = [Memory(self, value) for _, value in self.records.items(SEALED)]
+        return sorted(memories, key=lambda memory: memory.name)
 
     def names(self) -> list[str]:
         """The names of all memories, sorted."""

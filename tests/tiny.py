@@ -15,8 +15,8 @@ CHAT = (
 )
 
 
-def llama(seed: int = 0) -> LlamaForCausalLM:
-    """Two layers with grouped queries, 2,048 positions."""
+def llama(seed: int = 0, positions: int = 2048) -> LlamaForCausalLM:
+    """Two layers with grouped queries."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=300,
@@ -25,7 +25,7 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         bos_token_id=256,
         eos_token_id=257,
         pad_token_id=257,

@@ -16,9 +16,12 @@ import lmdb.verify
 import xxhash
 
 from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError, StoreError, StoreFullError
+from memstore_backends import mounts
 
-CATALOG_MAP = 4 << 30  # address space, not disk: the file grows as records come. Equal in all processes, so that none
-MAX_READERS = 1024  #    has to resize its map (which would pull it from under a reader).
+CATALOG_MAP = (
+    4 << 30
+)  # address space, not disk: the file grows as records come. Enough for a million memories, and a map
+MAX_READERS = 1024  #    that is too small grows: in every process while its lock keeps others from reading.
 _LOCK_BYTES = 64 * (MAX_READERS + 4)
 _CHECKSUM = 16
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -136,29 +139,48 @@ class Catalog:
     def commit(
         self, puts: Mapping[bytes, bytes], deletes: Iterable[bytes], expect: Mapping[bytes, bytes | None]
     ) -> bool:
-        with self._transaction(write=True) as transaction:
-            if any(_opened(key, transaction.get(key)) != value for key, value in expect.items()):
-                return False
-            for key in deletes:
-                transaction.delete(key)
-            for key, value in puts.items():
-                transaction.put(key, xxhash.xxh3_128_digest(key + value) + value)
-        return True
+        deletes = list(deletes)
+        while True:
+            try:
+                with self._transaction(write=True) as transaction:
+                    if any(_opened(key, transaction.get(key)) != value for key, value in expect.items()):
+                        return False
+                    for key in deletes:
+                        transaction.delete(key)
+                    for key, value in puts.items():
+                        transaction.put(key, xxhash.xxh3_128_digest(key + value) + value)
+                return True
+            except StoreFullError as error:
+                if not isinstance(error.__cause__, lmdb.MapFullError):
+                    raise
+                with self._lock, translated(self._folder):
+                    self._env.set_mapsize(2 * self._env.info()["map_size"])
 
     @contextmanager
     def _transaction(self, write: bool = False) -> Iterator[lmdb.Transaction[bytes]]:
-        with self._lock, translated(self._folder):
-            if self._process != os.getpid():
-                self._env.close()
-                self._open()
-            with self._env.begin(write=write) as transaction:
-                yield transaction
+        with self._lock, translated(self._folder), self._begin(write) as transaction:
+            yield transaction
+
+    def _begin(self, write: bool) -> lmdb.Transaction[bytes]:
+        if self._process != os.getpid():
+            self._env.close()
+            self._open()
+        if write:  # a reader that was killed would hold back the pages it read, and the file would grow for ever
+            self._env.reader_check()
+        try:
+            return self._env.begin(write=write)
+        except lmdb.MapResizedError:  # by another process
+            self._env.set_mapsize(0)
+        except lmdb.ReadersFullError:
+            self._env.reader_check()
+        return self._env.begin(write=write)
 
     def _open(self) -> None:
         # Without the lock file a reader does not hold back the pages it reads: a commit of another process during a
         # read may then show as damage. It is given up only where it cannot be had.
         lock_file = self._folder / "lock.mdb"
         lock = self._writable or os.access(lock_file if lock_file.exists() else self._folder, os.W_OK)
+        lock = lock and not mounts.is_apart(self._folder)  # where nobody may write
         if lock:
             _allocate(lock_file)
         self._env = lmdb.open(

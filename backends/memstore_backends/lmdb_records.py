@@ -36,6 +36,7 @@ from memstore.errors import (
     StoreNotFoundError,
 )
 from memstore.interfaces import Buffer, Lock, Mode, Options, RecordReader, RecordStore, RecordWriter
+from memstore_backends import mounts
 from memstore_backends.lmdb_catalog import Catalog, translated
 from memstore_backends.lmdb_pages import Layout, PageError, scan
 
@@ -58,6 +59,7 @@ class LmdbRecords(RecordStore):
                 if path.exists() and not {entry.name for entry in path.iterdir()} <= _OWN_FOLDERS:
                     raise StoreError(f"{path} is a folder with other files in it, no store. Choose another path.")
             if mode == "a":
+                mounts.check_writable(path)
                 for folder in (catalog, self._memories):
                     folder.mkdir(parents=True, exist_ok=True)
                 _sync(path)
@@ -106,6 +108,11 @@ class LmdbRecords(RecordStore):
 
     def lock(self, name: str, wait: bool) -> Lock:
         return FileLock(self.path / "locks" / f"{name}.lock", wait)
+
+    def lock_names(self) -> list[str]:
+        folder = self.path / "locks"
+        with translated(folder):
+            return sorted(path.stem for path in folder.iterdir()) if folder.exists() else []
 
     def memory_ids(self) -> list[str]:
         with translated(self._memories):

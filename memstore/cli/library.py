@@ -142,7 +142,7 @@ def _facts(memory: Memory) -> dict[str, Any]:
         "num_tokens": memory.num_tokens,
         "nbytes": memory.nbytes,
         "model": memory.fingerprint.get("model_class", "unknown"),
-        "created": _time(memory.manifest.created),
+        "created": _time(memory.created),
     }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,12 +19,14 @@ from memstore.catalog import SEALED, key
 from memstore.errors import (
     ConfigError,
     DocumentError,
+    FormatError,
     MemoryExistsError,
     MemoryNotFoundError,
     PluginError,
     StoreError,
 )
-from memstore.memory import Document
+from memstore.manifest import Manifest
+from memstore.memory import Document, Memory
 from memstore.store import MemoryStore
 from tests.store import making
 
@@ -180,19 +182,34 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(
     assert library.records.memory_ids() == []
 
 
-def test_two_thousand_memories_are_listed(library: MemoryStore) -> None:
+def test_a_list_reads_no_more_of_a_manifest_than_it_tells(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sealed = making.write(library).manifest
-    puts = {}
-    for i in range(2000):
-        manifest = sealed.model_copy(update={"name": f"{i:04}", "id": f"{i:032x}"})
-        puts[key(SEALED, manifest.name)] = manifest.pack()
-    library.records.commit(puts)
-    start = time.process_time()
-    names = library.names()
-    print(f"{time.process_time() - start:.3f} s for {len(names)} memories")
-    assert names == [*(f"{i:04}" for i in range(2000)), "esther"]
-    assert len(library) == 2001
-    assert "1999" in library
+    manifests = [sealed.model_copy(update={"name": f"{i:03}", "id": f"{i:032x}"}) for i in range(200)]
+    library.records.commit({key(SEALED, manifest.name): manifest.pack() for manifest in manifests})
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "unpack", None)
+        memories = library.memories()
+        told = [
+            (each.name, each.created, each.kind, each.num_tokens, each.nbytes, each.fingerprint, each.metadata)
+            for each in memories
+        ]
+    assert told == [
+        (each.name, 1.5, "hidden", making.TOKENS, Memory(library, sealed).nbytes, {"model": "none"}, sealed.metadata)
+        for each in [*manifests, sealed]
+    ]
+    assert [memory.manifest for memory in memories] == [*manifests, sealed]
+    assert library.names() == [each.name for each in memories]
+    assert len(library) == 201
+    assert "199" in library
+
+
+@pytest.mark.parametrize("record", [b"", b"\xc1", msgpack.packb([1]), msgpack.packb({"format_major": 1}), b"\x81\xa1a"])
+def test_a_record_that_is_no_manifest_is_told(library: MemoryStore, record: bytes) -> None:
+    library.records.commit({key(SEALED, "esther"): record})
+    with pytest.raises(FormatError, match="no manifest"):
+        library.names()
 
 
 def test_the_store_loads_no_torch(library: MemoryStore) -> None:

@@ -1,0 +1,52 @@
+"""A process that is killed costs nothing that was complete, and its command can be repeated.
+
+More than 200 kills in the test run, ten times as many with ``--full``; and a disk that is full from any call on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.killing import Trial
+from tests.faults.operations import OPERATIONS
+from tests.faults.server import Server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("faults"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def trial(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> Trial:
+    return Trial(server, OPERATIONS[request.param], tmp_path)
+
+
+@pytest.mark.parametrize("trial", OPERATIONS, indirect=True)
+def test_a_command_that_is_killed_again_and_again_is_finished_by_the_next_one(trial: Trial, times: int) -> None:
+    """It is killed up to four times before it may finish: first in a run of its own, at one call after the other, then
+    in those that resume what the killed ones left."""
+    chance = random.Random(trial.operation.command)
+    kills = chains = 0
+    calls = chance.sample(range(1, trial.calls + 1), trial.calls)
+    while kills < trial.operation.kills * times:
+        assert chains <= trial.operation.kills * times, "a chain without a kill"
+        first = calls[chains % len(calls)]
+        faults = [{"strike": strike, "torn": chance.random() < 0.5} for strike in [first, *chance.choices(calls, k=2)]]
+        faults.append({"seconds": trial.seconds * chance.uniform(0.1, 0.9)})
+        kills += trial.kill(*faults)
+        chains += 1
+
+
+@pytest.mark.parametrize("trial", OPERATIONS, indirect=True)
+def test_a_disk_that_is_full_from_any_call_on_costs_nothing(trial: Trial, times: int) -> None:
+    chance = random.Random(trial.operation.command)
+    calls = range(1, trial.calls + 1)
+    noticed = sum(trial.fill(strike) for strike in sorted({2, *chance.sample(calls, min(len(calls), 4 * times))}))
+    assert noticed
