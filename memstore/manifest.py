@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from memstore.errors import FormatError
 
@@ -18,6 +18,12 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CODED_BITS = {"int8": 8, "int4": 4}  # of which int4 has an offset beside each scale
 GROUP = 64  # rows of a record that share the scale of a channel: a block of memstore.reading.selection
 SCALE_BYTES = 2  # bfloat16, which has the range of float32
+
+
+# What a catalog may make a process count or hold, whoever wrote it: offsets and ids are 32 bits wide.
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+MOST_NUMBERS = 1 << 20  # of a token in one part: 30 times what the largest models have
+LAST_SECOND = 253_370_764_800  # of the year 9998, up to which every platform can write a date
 
 
 def storable(kind: str) -> tuple[str, ...]:
@@ -35,10 +41,17 @@ class PartSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=8)]
     dtype: Literal["float32", "float16", "bfloat16", "int8", "int4"]
     scales: Literal["channel", "token"] | None = None
-    every: int = Field(default=1, gt=0)
+    every: Count = 1
+
+    @field_validator("shape")
+    @classmethod
+    def _is_that_of_a_token(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > MOST_NUMBERS:
+            raise ValueError(f"must not be of more than {MOST_NUMBERS} numbers a token")
+        return shape
 
     @property
     def is_coded(self) -> bool:
@@ -78,8 +91,8 @@ class WindowRule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    window: int = Field(gt=0)
-    overlap: int = Field(ge=0)
+    window: Count
+    overlap: int = Field(ge=0, lt=2**31)
     context: Literal["both", "left"]
 
 
@@ -92,17 +105,17 @@ class Manifest(BaseModel):
     format_minor: int = FORMAT_MINOR
     id: str = Field(pattern=r"^[0-9a-f]{32}$")
     name: str
-    created: float
+    created: float = Field(ge=0, lt=LAST_SECOND)
     kind: str
     adapter: str
-    num_tokens: int = Field(gt=0)
-    block_tokens: int = Field(gt=0)
+    num_tokens: Count
+    block_tokens: Count
     parts: dict[str, PartSpec]
     rule: WindowRule
     prefix_ids: tuple[int, ...] = ()  # read before every window and kept apart, as the sink
     closing_ids: tuple[int, ...] = ()  # what the chat template puts behind a prompt, which asks nothing
     lead_ids: tuple[int, ...] = ()  # read between the prefix and the first window, and not kept
-    batch_size: int = Field(gt=0)
+    batch_size: int = Field(gt=0, lt=2**63)
     device: str
     fingerprint: dict[str, JsonValue]
     document_digest: str
@@ -111,6 +124,13 @@ class Manifest(BaseModel):
     metadata: dict[str, JsonValue] = {}
     digest: str | None = None
     seal: dict[str, Any] | None = None
+
+    @field_validator("seal")
+    @classmethod
+    def _says_how_long_it_is(cls, seal: dict[str, Any] | None) -> dict[str, Any] | None:
+        if seal is not None and (type(seal.get("nbytes")) is not int or seal["nbytes"] < 0):
+            raise ValueError("must say how many bytes the records take")
+        return seal
 
     @property
     def num_blocks(self) -> int:
@@ -150,10 +170,14 @@ class Manifest(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            if raw.get("format_minor", 0) > FORMAT_MINOR:
+            minor = raw.get("format_minor")
+            if isinstance(minor, int) and minor > FORMAT_MINOR:
                 raise FormatError(
-                    f"Memory {raw.get('name')!r} has format {major}.{raw['format_minor']}, and something in it that "
+                    f"Memory {raw.get('name')!r} has format {major}.{minor}, and something in it that "
                     f"this version of memstore, which writes {FORMAT_MAJOR}.{FORMAT_MINOR}, does not know. Install the "
                     "version that wrote it, or encode the document again."
                 ) from error
-            raise FormatError(f"The manifest of memory {raw.get('name')!r} is not valid: {error}") from error
+            raise FormatError(
+                f"The manifest of memory {raw.get('name')!r} is not valid: {error}. Restore the store from a copy, or "
+                "remove the memory and encode its document again."
+            ) from error

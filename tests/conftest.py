@@ -21,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 Distribution = Callable[..., None]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="Try ten times as many faults (tests/faults).")
+
+
 @pytest.fixture
 def library(tmp_path: Path) -> Iterator[MemoryStore]:
     """An empty store."""
