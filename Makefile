@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXAMPLE := examples/memstore-numpy-backend
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format clean
+.PHONY: help demo test test-oldest faults coverage audit lint format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,12 +26,26 @@ lint: $(VENV)/.installed  ## Run the linter, the format check and the type check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+faults: $(VENV)/.installed  ## Try ten times as many faults as the tests do: kills and damage
+	$(BIN)/python -m pytest tests/faults --full --numprocesses=auto --dist=worksteal
+
+coverage: $(VENV)/.installed  ## Run all tests, and say which lines of memstore/ none of them runs
+	$(BIN)/python -m pytest --numprocesses=auto --dist=worksteal --cov=memstore --cov-report=term-missing:skip-covered
+
+audit: $(VENV)/.audit/.installed  ## Ask PyPI's advisories about the pinned versions of all packages
+	$(VENV)/.audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
+
 format: $(VENV)/.installed  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove the virtual environments and everything that was built
 	rm -rf $(VENV) $(VENV_OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.audit/.installed: constraints.txt
+	$(PYTHON) -m venv $(VENV)/.audit
+	$(VENV)/.audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	@touch $@
 
 $(VENV)/.installed: constraints.txt
 $(VENV_OLDEST)/.installed: constraints-oldest.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from memstore.interfaces import Mode
     from memstore.memory import Memory
     from memstore.store import MemoryStore
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks
 
 __version__ = "0.1.0"
 __all__ = ["MemstoreError", "__version__", "attach", "open"]

@@ -32,6 +32,12 @@ def index_lock(memory_id: str) -> str:
     return f"{memory_id}-index"
 
 
+def mark(records: RecordStore) -> None:
+    """Say that this is a store of this version's format, unless something is said already."""
+    record = {"format": "memstore", "major": FORMAT_MAJOR, "minor": FORMAT_MINOR}
+    records.commit({FORMAT: msgpack.packb(record)}, expect={FORMAT: None})
+
+
 def check_format(records: RecordStore) -> None:
     """Raises FormatError for a store that this version cannot read; marks an empty one as a store."""
     value = records.get(FORMAT)
@@ -39,12 +45,14 @@ def check_format(records: RecordStore) -> None:
         used = bool(records.memory_ids() or records.items(b""))
         value = records.get(FORMAT)  # again: another process may just have created the store
         if value is None and used:
-            raise FormatError(f"The catalog of {records.path} has lost its format record. Restore it from a copy.")
+            raise FormatError(
+                f"The catalog of {records.path} has lost its format record. Run `memstore verify --repair`, or restore "
+                "the store from a copy."
+            )
         if value is None and records.mode == "r":
             raise StoreNotFoundError(f'{records.path} holds no store yet. Open it with mode="a" to create one.')
         if value is None:
-            record = {"format": "memstore", "major": FORMAT_MAJOR, "minor": FORMAT_MINOR}
-            records.commit({FORMAT: msgpack.packb(record)}, expect={FORMAT: None})
+            mark(records)
             return
     try:
         record = msgpack.unpackb(value)

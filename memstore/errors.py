@@ -27,7 +27,7 @@ class ModelLoadError(MemstoreError):
 
 
 class StoreError(MemstoreError):
-    """A store cannot be opened, read or written as asked."""
+    """A store cannot be opened, read or written as asked. The message names the path and the reason."""
 
 
 class StoreNotFoundError(StoreError):
@@ -35,7 +35,8 @@ class StoreNotFoundError(StoreError):
 
 
 class ReadOnlyStoreError(StoreError):
-    """The store was opened read-only, or its directory cannot be written."""
+    """The store was opened read-only, or its directory cannot be written. Open it with ``mode="a"``, or as a user who
+    may write there."""
 
 
 class StoreFullError(StoreError):
@@ -47,15 +48,17 @@ class StoreInUseError(StoreError):
 
 
 class FormatError(StoreError):
-    """The store was written in a format this version cannot read, or its records do not parse."""
+    """The store was written in a format this version cannot read, or its records do not parse. Install the version
+    that wrote it, or restore the store from a copy."""
 
 
 class DamagedMemoryError(StoreError):
-    """Bytes on disk differ from those that were written. Remove the memory and encode the document again."""
+    """Bytes on disk differ from those that were written. `memstore verify --repair` mends the catalog, builds indexes
+    anew, and with `--model` reads a memory anew whose text is whole; else remove it and encode the document again."""
 
 
 class MemoryNotFoundError(StoreError, KeyError):
-    """The store holds no memory of this name."""
+    """The store holds no memory of this name. `memstore list` shows those it holds; the message names the nearest."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError would print the message in quotes
@@ -74,11 +77,12 @@ class MemoryBusyError(StoreBusyError):
 
 
 class DocumentError(MemstoreError):
-    """The document cannot be encoded: it is empty, holds no tokens, or its tensors have the wrong shape."""
+    """The document cannot be encoded: it is empty, holds no tokens, or its tensors have the wrong shape. The message
+    says what is wrong with it."""
 
 
 class EncodingError(MemstoreError):
-    """The model returned values that must not be stored, such as NaN or infinity."""
+    """The model returned values that must not be stored, such as NaN or infinity. Store or compute in a wider dtype."""
 
 
 class FingerprintMismatchError(MemstoreError):
@@ -99,15 +103,17 @@ class GenericAdapterNotice(UserWarning):
 
 
 class AttachError(MemstoreError):
-    """Memories cannot be attached to this model as asked."""
+    """Memories cannot be attached to this model as asked. The message says what does not fit, and what would."""
 
 
 class WindowExceededError(AttachError):
-    """Memory, prompt and generated tokens together need more positions than the model has."""
+    """Memory, prompt and generated tokens together need more positions than the model has. Ask for fewer of them, or
+    let ``when_full="drop"`` forget the oldest."""
 
 
 class HookError(AttachError):
-    """The model ran without calling the attached memory, so its output would silently ignore it."""
+    """The model ran without calling the attached memory, so its output would silently ignore it. Leave the attention
+    implementation as it is while memories are attached."""
 
 
 class QueryError(MemstoreError):
@@ -125,4 +131,5 @@ class CheckError(MemstoreError):
 
 
 class AssetError(MemstoreError):
-    """A model or text for the demo, the tests or the benchmarks could not be had."""
+    """A model or text for the demo, the tests or the benchmarks could not be had. The message says what to install, or
+    where to put it."""

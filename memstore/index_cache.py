@@ -7,6 +7,7 @@ there in whole or not at all; a native library reads a file only if its bytes ar
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 import uuid
@@ -18,7 +19,6 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
 from pydantic import BaseModel, ValidationError
 
 from memstore import registry
@@ -30,6 +30,7 @@ from memstore.errors import (
     StoreError,
     StoreFullError,
 )
+from memstore.index_files import UnusableError, check_file, checksum_of
 from memstore.index_record import IndexFile, IndexRecord, is_removed, read_record, removed, used_folders, write_record
 from memstore.interfaces import SavedIndex, VectorIndex
 from memstore.memory import OpenMemory
@@ -38,6 +39,8 @@ from memstore.slots import slots
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Keys = Mapping[str, "list[Tensor]"]
 
@@ -49,10 +52,6 @@ class MemoryIndex:
     backend: str
     indexes: dict[str, VectorIndex]
     record: IndexRecord | None
-
-
-class UnusableError(Exception):
-    """Why an index cannot be used as it lies in the store."""
 
 
 class IndexCache:
@@ -107,7 +106,7 @@ class IndexCache:
             path, index = parent / record.folder / slot.name, self.plugin(options)
             assert isinstance(index, SavedIndex)
             try:
-                self._check_file(path, record.files[slot.name])
+                check_file(path, record.files[slot.name])
                 index.load(path)
             except UnusableError:
                 raise
@@ -116,6 +115,7 @@ class IndexCache:
             if index.num_keys != self.manifest.num_tokens:
                 raise UnusableError(f"{path} holds {index.num_keys} keys instead of {self.manifest.num_tokens}")
             indexes[slot.name] = index
+        logger.info("loaded the index %r of memory %r", self.backend, self.manifest.name)
         return MemoryIndex(self.backend, indexes, record)
 
     def build(self, record: IndexRecord | None) -> MemoryIndex:
@@ -132,6 +132,7 @@ class IndexCache:
             keys = None if self.saved else self.keys.get(slot.name)  # what is kept is built from verified vectors
             index.build(keys or slot.keys(self.opened))
             self.seconds += time.monotonic() - begun
+            logger.debug("built %s of memory %r by %r", slot.name, self.manifest.name, self.backend)
             yield slot.name, index
 
     def build_and_keep(self, reason: str) -> MemoryIndex:
@@ -176,7 +177,7 @@ class IndexCache:
                 assert isinstance(index, SavedIndex)
                 self._write(index, folder / slot)
                 del index  # before the next one is built
-                files[slot] = IndexFile(nbytes=(folder / slot).stat().st_size, checksum=_checksum(folder / slot))
+                files[slot] = IndexFile(nbytes=(folder / slot).stat().st_size, checksum=checksum_of(folder / slot))
             record = self.record(name, files, before)
             write_record(self.records, self.manifest, record)
         except BaseException as error:
@@ -190,6 +191,7 @@ class IndexCache:
                 raise StoreFullError(message) from error
             raise StoreError(f"The index could not be written to {folder}: {error}.") from error
         self._sweep()
+        logger.info("kept the index %r of memory %r in %s", self.backend, self.manifest.name, folder)
         return record
 
     def _write(self, index: SavedIndex, path: Path) -> None:
@@ -250,14 +252,6 @@ class IndexCache:
                     f"the one kept was built with {option} = {record.options.get(option)}, and {value} is configured"
                 )
 
-    def _check_file(self, path: Path, file: IndexFile) -> None:
-        try:
-            same = path.stat().st_size == file.nbytes and _checksum(path) == file.checksum
-        except FileNotFoundError as error:
-            raise UnusableError(f"{path} is missing") from error
-        if not same:
-            raise UnusableError(f"{path} is damaged: its bytes are not those that were written")
-
     def _sweep(self) -> None:
         """Delete what no index of this memory needs: a replaced one, or what a killed process left."""
         parent = self.folder
@@ -266,11 +260,3 @@ class IndexCache:
             for folder in parent.iterdir() if parent is not None else ():
                 if folder.name not in needed:
                     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()

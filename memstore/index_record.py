@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Annotated
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from memstore.catalog import INDEX, SEALED, key
 from memstore.errors import DamagedMemoryError, IndexBuildError, MemoryNotFoundError
@@ -18,8 +19,8 @@ class IndexFile(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    nbytes: int
-    checksum: str
+    nbytes: int = Field(ge=0)
+    checksum: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
 class IndexRecord(BaseModel):
@@ -40,8 +41,8 @@ class IndexRecord(BaseModel):
     options: dict[str, JsonValue]
     tuned: dict[str, int] = {}
     quality: dict[str, JsonValue] | None = None
-    folder: str
-    files: dict[str, IndexFile]
+    folder: str = Field(pattern=r"^([0-9a-f]{32})?$")  # it becomes a path, and so do the names of the files
+    files: dict[Annotated[str, Field(pattern=r"^[a-z]+(\.[0-9]+)*$")], IndexFile]
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,8 @@ from memstore.auto import choose
 from memstore.config import load as load_config
 from memstore.config.settings import AUTO
 from memstore.errors import StoreBusyError, StoreError
-from memstore.index_cache import IndexCache, Keys, MemoryIndex, UnusableError
+from memstore.index_cache import IndexCache, Keys, MemoryIndex
+from memstore.index_files import UnusableError
 from memstore.index_record import IndexRecord, all_records, is_removed, read_record, removed, write_record
 from memstore.interfaces import VectorIndex
 from memstore.memory import Memory, OpenMemory

@@ -216,6 +216,20 @@ class RecordStore(ABC):
         """The folder for files that are kept beside the records of a sealed memory and go with them; None if this
         record store keeps nothing on disk, or nothing of this memory."""
 
+    def copy(self, memory_id: str, key: bytes, value: bytes) -> None:  # noqa: B027  (not all can lose their catalog)
+        """Keep a catalog record beside the records of a memory too, in place of an earlier one: :meth:`mend` restores
+        it from there."""
+
+    def salvage(self, memory_id: str, key: bytes) -> bytes | None:
+        """A value of a damaged memory, where it can still be found; the caller holds it against its checksum."""
+        return None
+
+    @classmethod
+    def mend(cls, path: Path) -> list[str]:
+        """Make the catalog of the store at ``path`` whole again, of what can be read of it and of copies, and say what
+        was done; nothing where it is whole. What was there is kept. Raises StoreBusyError while the store is in use."""
+        return []
+
     @abstractmethod
     def lock(self, name: str, wait: bool) -> Lock:
         """Acquire the lock ``name`` ([0-9a-z-]+) among all processes that use this store. It is released with its

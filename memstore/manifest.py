@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from memstore.errors import FormatError
 
@@ -19,6 +18,12 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CODED_BITS = {"int8": 8, "int4": 4}  # of which int4 has an offset beside each scale
 GROUP = 64  # rows of a record that share the scale of a channel: a block of memstore.reading.selection
 SCALE_BYTES = 2  # bfloat16, which has the range of float32
+
+
+# What a catalog may make a process count or hold, whoever wrote it: offsets and ids are 32 bits wide.
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+MOST_NUMBERS = 1 << 20  # of a token in one part: 30 times what the largest models have
+LAST_SECOND = 253_370_764_800  # of the year 9998, up to which every platform can write a date
 
 
 def storable(kind: str) -> tuple[str, ...]:
@@ -36,10 +41,17 @@ class PartSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=8)]
     dtype: Literal["float32", "float16", "bfloat16", "int8", "int4"]
     scales: Literal["channel", "token"] | None = None
-    every: int = Field(default=1, gt=0)
+    every: Count = 1
+
+    @field_validator("shape")
+    @classmethod
+    def _is_that_of_a_token(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > MOST_NUMBERS:
+            raise ValueError(f"must not be of more than {MOST_NUMBERS} numbers a token")
+        return shape
 
     @property
     def is_coded(self) -> bool:
@@ -79,9 +91,18 @@ class WindowRule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    window: int = Field(gt=0)
-    overlap: int = Field(ge=0)
+    window: Count
+    overlap: int = Field(ge=0, lt=2**31)
     context: Literal["both", "left"]
+
+
+def _says_how_long_it_is(seal: dict[str, Any]) -> dict[str, Any]:
+    if type(seal.get("nbytes")) is not int or seal["nbytes"] < 0:
+        raise ValueError("must say how many bytes the records take")
+    return seal
+
+
+Seal = Annotated[dict[str, Any], AfterValidator(_says_how_long_it_is)]
 
 
 class Manifest(BaseModel):
@@ -93,17 +114,17 @@ class Manifest(BaseModel):
     format_minor: int = FORMAT_MINOR
     id: str = Field(pattern=r"^[0-9a-f]{32}$")
     name: str
-    created: float
+    created: float = Field(ge=0, lt=LAST_SECOND)
     kind: str
     adapter: str
-    num_tokens: int = Field(gt=0)
-    block_tokens: int = Field(gt=0)
+    num_tokens: Count
+    block_tokens: Count
     parts: dict[str, PartSpec]
     rule: WindowRule
     prefix_ids: tuple[int, ...] = ()  # read before every window and kept apart, as the sink
     closing_ids: tuple[int, ...] = ()  # what the chat template puts behind a prompt, which asks nothing
     lead_ids: tuple[int, ...] = ()  # read between the prefix and the first window, and not kept
-    batch_size: int = Field(gt=0)
+    batch_size: int = Field(gt=0, lt=2**63)
     device: str
     fingerprint: dict[str, JsonValue]
     document_digest: str
@@ -111,7 +132,7 @@ class Manifest(BaseModel):
     has_ids: bool
     metadata: dict[str, JsonValue] = {}
     digest: str | None = None
-    seal: dict[str, Any] | None = None
+    seal: Seal | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -146,27 +167,28 @@ class Manifest(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            if (minor := raw.get("format_minor", 0)) > FORMAT_MINOR:
+            if isinstance(minor := raw.get("format_minor"), int) and minor > FORMAT_MINOR:
                 raise FormatError(
                     f"Memory {raw.get('name')!r} has format {FORMAT_MAJOR}.{minor}, and something in it that this "
                     f"version of memstore, which writes {FORMAT_MAJOR}.{FORMAT_MINOR}, does not know. Install the "
                     "version that wrote it, or encode the document again."
                 ) from error
-            raise FormatError(f"The manifest of memory {raw.get('name')!r} is not valid: {error}") from error
+            raise _not_valid(raw, error) from error
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(BaseModel):
     """What a list of memories needs of each manifest. Reading these alone takes a thirtieth of the time where there are
     parts of many layers."""
 
+    model_config = ConfigDict(frozen=True)
+
     name: str
-    created: float
+    created: float = Field(ge=0, lt=LAST_SECOND)
     kind: str
-    num_tokens: int
+    num_tokens: Count
     fingerprint: dict[str, JsonValue]
     metadata: dict[str, JsonValue]
-    seal: dict[str, Any]
+    seal: Seal
 
     @classmethod
     def unpack(cls, data: bytes) -> Facts:
@@ -178,20 +200,17 @@ class Facts:
             raw: dict[str, Any] = {}
             for _ in range(unpacker.read_map_header()):
                 field = unpacker.unpack()
-                if field in _FACTS or field in ("format_major", "format_minor"):
+                if field in cls.model_fields or field in ("format_major", "format_minor"):
                     raw[field] = unpacker.unpack()
                 else:
                     unpacker.skip()
             _check_major(raw)
-            facts = cls(**{field: raw[field] for field in _FACTS})
-            if not (isinstance(facts.name, str) and isinstance(facts.seal["nbytes"], int)):
-                raise TypeError("it has no name or no size")
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise _no_manifest(error) from error
-        return facts
-
-
-_FACTS = frozenset(field.name for field in fields(Facts))
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            raise _not_valid(raw, error) from error
 
 
 def _check_major(raw: dict[str, Any]) -> None:
@@ -205,3 +224,10 @@ def _check_major(raw: dict[str, Any]) -> None:
 
 def _no_manifest(error: Exception) -> FormatError:
     return FormatError(f"The catalog holds a record that is no manifest ({error}).")
+
+
+def _not_valid(raw: dict[str, Any], error: ValidationError) -> FormatError:
+    return FormatError(
+        f"The manifest of memory {raw.get('name')!r} is not valid: {error}. Restore the store from a copy, or remove "
+        "the memory and encode its document again."
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from memstore.errors import DamagedMemoryError, StoreError
+from memstore.errors import DamagedMemoryError, FormatError, StoreError
 from memstore.interfaces import Buffer, RecordReader
 from memstore.manifest import Facts, Manifest, PartSpec
 
@@ -29,6 +30,8 @@ Verify = Literal["open", "lazy", "off"]
 Int32 = npt.NDArray[np.int32]
 
 TEXT, TOKEN_IDS, OFFSETS = b"dtext", b"dids", b"doffsets"
+MEND = "Run `memstore verify --repair`, or remove the memory and encode the document again."
+PREFIX = b"p"  # + a part: its vectors of the prefix
 CHECKSUM = b"c"  # + the key of a value: its xxh3_128, a record so small that it lies in the structure
 
 _checked: dict[tuple[str, str], set[bytes]] = {}  # values that this process has verified, by store and memory
@@ -41,7 +44,18 @@ def block_key(part: str, i: int) -> bytes:
 
 def prefix_key(part: str) -> bytes:
     """The key of a part's vectors of the prefix."""
-    return b"p" + part.encode()
+    return PREFIX + part.encode()
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Let what is damaged inside say which memory it belongs to."""
+    try:
+        yield
+    except (DamagedMemoryError, FormatError) as error:
+        if repr(name) in str(error):
+            raise
+        raise type(error)(f"Memory {name!r}: {error}") from error
 
 
 def is_value(key: bytes) -> bool:
@@ -144,14 +158,17 @@ class Memory:
     @cached_property
     def text(self) -> str | None:
         """The document, or None where only token ids or features were given."""
-        with self.open() as opened:
-            return opened.verified(TEXT).tobytes().decode() if self.manifest.has_text else None
+        if not self.manifest.has_text:
+            return None
+        try:
+            return self._verified(TEXT).decode()
+        except UnicodeDecodeError as error:
+            raise DamagedMemoryError(f"Memory {self.name!r} is damaged: its text is not UTF-8. {MEND}") from error
 
     @cached_property
     def token_ids(self) -> Int32 | None:
         """int32 [num_tokens], or None where the document has no tokens."""
-        with self.open() as opened:
-            return np.frombuffer(opened.verified(TOKEN_IDS).tobytes(), "<i4") if self.manifest.has_ids else None
+        return self._numbers(TOKEN_IDS, 1) if self.manifest.has_ids else None
 
     @cached_property
     def offsets(self) -> Int32 | None:
@@ -159,7 +176,20 @@ class Memory:
         with self.open() as opened:
             if OFFSETS not in opened.keys:
                 return None
-            return np.frombuffer(opened.verified(OFFSETS).tobytes(), "<i4").reshape(-1, 2)
+        return self._numbers(OFFSETS, 2).reshape(-1, 2)
+
+    def _verified(self, key: bytes) -> bytes:
+        with self.open() as opened:
+            return opened.verified(key).tobytes()
+
+    def _numbers(self, key: bytes, of_each: int) -> Int32:
+        """So many int32 of each token."""
+        data = self._verified(key)
+        if len(data) != 4 * of_each * self.num_tokens:
+            raise DamagedMemoryError(
+                f"Memory {self.name!r} is damaged: {key!r} has {len(data)} bytes for {self.num_tokens} tokens. {MEND}"
+            )
+        return np.frombuffer(data, "<i4")
 
     def chars(self, start_token: int, end_token: int) -> tuple[int, int]:
         """The character span of tokens ``start_token`` to ``end_token`` (excluded).
@@ -192,6 +222,10 @@ class OpenMemory:
         self._verify = verify
         self._reader: RecordReader = memory.store.reader(self.manifest)
         self.keys = frozenset(filter(is_value, self._reader.keys()))
+        blocks = self.manifest.num_blocks * len(self.manifest.parts)
+        if blocks > len(self.keys):  # before anything is counted or made by what the manifest says
+            self.close()
+            raise self._damaged(f"it has {len(self.keys)} records, and its manifest speaks of {blocks} blocks")
         self._checked = _checked.setdefault((str(memory.store.path), self.manifest.id), set())
         if verify == "open":
             try:
@@ -219,24 +253,21 @@ class OpenMemory:
     def value(self, key: bytes) -> memoryview:
         """A record's bytes, verified at its first touch in this process unless verification is off."""
         if self._verify == "off" or key in self._checked:
-            return self._reader.get(key)
+            return self._get(key)
         view = self.verified(key)
         self._checked.add(key)
         return view
 
     def verified(self, key: bytes) -> memoryview:
         """A record's bytes, verified now. Raises DamagedMemoryError."""
-        view = self._reader.get(key)
+        view = self._get(key)
         if checksum(view) != self.checksum(key):
-            raise DamagedMemoryError(
-                f"Memory {self.memory.name!r} is damaged: the bytes of {key!r} differ from those written. Remove it "
-                "and encode the document again."
-            )
+            raise self._damaged(f"the bytes of {key!r} differ from those written")
         return view
 
     def checksum(self, key: bytes) -> memoryview:
         """The checksum stored beside a record, 16 bytes; it is verified as a part of the structure."""
-        return self._reader.get(CHECKSUM + key)
+        return self._get(CHECKSUM + key)
 
     def block(self, part: str, i: int) -> torch.Tensor:
         """Block ``i`` of a part: [rows, *shape]; all but the last stand for ``block_tokens`` tokens.
@@ -257,7 +288,9 @@ class OpenMemory:
         using one."""
         spec = self._part(part)
         return [
-            _tensor(self._reader.get(block_key(part, i)), spec.dtype, spec.shape)
+            _tensor(
+                self._sized(self._get(block_key(part, i)), spec, self.manifest.tokens_of(i)), spec.dtype, spec.shape
+            )
             for i in range(self.manifest.num_blocks)
         ]
 
@@ -296,14 +329,14 @@ class OpenMemory:
         """
         spec = self._part(part).prefix
         view = self.value(prefix_key(part)) if self.manifest.prefix_ids else memoryview(b"")
-        return _tensor(view, spec.dtype, spec.shape)
+        return _tensor(self._sized(view, spec, len(self.manifest.prefix_ids)), spec.dtype, spec.shape)
 
     def _some(self, part: str, stretches: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Of each (block, start, stop) these rows of the block, one after another."""
         import torch
 
         spec = self.manifest.parts[part]
-        views = [self.value(block_key(part, i)) for i, _, _ in stretches]
+        views = [self._sized(self.value(block_key(part, i)), spec, self.manifest.tokens_of(i)) for i, _, _ in stretches]
         if spec.is_coded:
             from memstore.coding import Stretch, decoded
 
@@ -319,6 +352,19 @@ class OpenMemory:
             for view, (_, start, stop) in zip(views, stretches, strict=True)
         ]
         return some[0] if len(some) == 1 else torch.cat(some)
+
+    def _get(self, key: bytes) -> memoryview:
+        with named(self.memory.name):
+            return self._reader.get(key)
+
+    def _sized(self, view: memoryview, spec: PartSpec, tokens: int) -> memoryview:
+        """The bytes of a record, if they are as many as its manifest says: what is read of them follows from that."""
+        if view.nbytes != spec.num_bytes(tokens):
+            raise self._damaged(f"a record has {view.nbytes} bytes, where its manifest says {spec.num_bytes(tokens)}")
+        return view
+
+    def _damaged(self, what: str) -> DamagedMemoryError:
+        return DamagedMemoryError(f"Memory {self.memory.name!r} is damaged: {what}. {MEND}")
 
     def _part(self, part: str) -> PartSpec:
         if part not in self.manifest.parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -14,6 +15,7 @@ from memstore.manifest import Manifest, PartSpec
 from memstore.memory import (
     CHECKSUM,
     OFFSETS,
+    PREFIX,
     TEXT,
     TOKEN_IDS,
     Document,
@@ -23,6 +25,8 @@ from memstore.memory import (
     is_value,
     prefix_key,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def block_keys(manifest: Manifest, i: int) -> set[bytes]:
@@ -55,7 +59,8 @@ class MemoryWriter:
     """Receives the blocks of one memory in order. A context manager.
 
     Leaving it without :meth:`finish` keeps what was committed: creating the same memory again resumes after
-    ``num_done`` tokens. Until :meth:`finish` no reader sees any of it.
+    ``num_done`` tokens, up to the first block whose bytes are not those that were committed. Until :meth:`finish` no
+    reader sees any of it.
     """
 
     def __init__(
@@ -67,10 +72,11 @@ class MemoryWriter:
     ) -> None:
         self.manifest = manifest
         self._records, self._seal, self._release = records, seal, release
-        keys = set(records.keys())
         self._blocks_done = 0
-        while self._blocks_done < manifest.num_blocks and block_keys(manifest, self._blocks_done) <= keys:
-            self._blocks_done += 1
+        prefix = [key for key in list(records.keys()) if key.startswith(PREFIX)]
+        if all(map(self._is_whole, prefix)):  # else all is to be read anew
+            while self._blocks_done < manifest.num_blocks and self._has_block(self._blocks_done):
+                self._blocks_done += 1
 
     @property
     def num_done(self) -> int:
@@ -103,6 +109,7 @@ class MemoryWriter:
         record = _valid(block, parts, self.manifest.tokens_of(i))
         self._put({block_key(part, i): value for part, value in record.items()})
         self._blocks_done += 1
+        logger.debug("memory %r: block %d of %d is committed", self.manifest.name, i, self.manifest.num_blocks)
 
     def put_prefix(self, parts: Mapping[str, Buffer]) -> None:
         """Commit the vectors of the prefix: the bytes of [len(prefix_ids), *shape] for each part but summaries."""
@@ -119,7 +126,7 @@ class MemoryWriter:
             values[TOKEN_IDS] = document.token_ids.astype("<i4").tobytes()
         if document.offsets is not None:
             values[OFFSETS] = document.offsets.astype("<i4").tobytes()
-        self._put({key: value for key, value in values.items() if self._stored_checksum(key) != checksum(value)})
+        self._put({key: value for key, value in values.items() if self._stored(key) != value})
 
     def finish(self) -> Memory:
         """Seal the memory and make it visible. Raises StoreError if a block or the prefix is missing."""
@@ -137,6 +144,17 @@ class MemoryWriter:
 
     def _stored_checksum(self, key: bytes) -> bytes:
         return self._records.get(CHECKSUM + key) or b""
+
+    def _stored(self, key: bytes) -> bytes | None:
+        """A value that was committed, if its bytes are those that were."""
+        value = self._records.get(key)
+        return value if value is not None and checksum(value) == self._stored_checksum(key) else None
+
+    def _is_whole(self, key: bytes) -> bool:
+        return self._stored(key) is not None
+
+    def _has_block(self, i: int) -> bool:
+        return all(map(self._is_whole, block_keys(self.manifest, i)))
 
     def _put(self, values: Mapping[bytes, Buffer]) -> None:
         self._records.put({**values, **{CHECKSUM + key: checksum(value) for key, value in values.items()}})

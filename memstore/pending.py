@@ -8,6 +8,7 @@ been given back. So whatever a killed process leaves has an id of which the cata
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING
 
 from memstore.catalog import INDEX, PENDING, SEALED, TOMBSTONE, index_lock, is_name, key
@@ -27,6 +28,8 @@ from memstore.memory_writer import MemoryWriter
 
 if TYPE_CHECKING:
     from memstore.store import MemoryStore
+
+logger = logging.getLogger(__name__)
 
 
 def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWriter:
@@ -85,8 +88,24 @@ def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memor
     tombstone = TOMBSTONE + memory_id.encode()
     removed = records.commit({tombstone: b""}, [manifest_key], {manifest_key: value})
     if removed:
+        logger.info("removed memory %s from %s", memory_id, records.path)
         _bury(records, tombstone)
     return removed
+
+
+def replace(records: RecordStore, name: str, other: str) -> bool:
+    """Let the memory ``other`` take the name and the place of ``name``, in one commit. False if one of them changed."""
+    keys = [key(SEALED, name), key(SEALED, other)]
+    old, new = (records.get(each) for each in keys)
+    if old is None or new is None:
+        return False
+    manifest = Manifest.unpack(new).model_copy(update={"name": name})
+    tombstone, value = TOMBSTONE + Manifest.unpack(old).id.encode(), manifest.pack()
+    records.copy(manifest.id, keys[0], value)
+    replaced = records.commit({keys[0]: value, tombstone: b""}, [keys[1]], dict(zip(keys, (old, new), strict=True)))
+    if replaced:
+        _bury(records, tombstone)
+    return replaced
 
 
 def reclaim(records: RecordStore) -> None:
@@ -99,6 +118,7 @@ def reclaim(records: RecordStore) -> None:
     with contextlib.suppress(StoreError):
         tombstones = records.items(TOMBSTONE)
     for tombstone, _ in tombstones:
+        logger.info("finishing an interrupted removal in %s", records.path)
         with contextlib.suppress(StoreError):  # the next opening tries again
             _bury(records, tombstone)
     with contextlib.suppress(StoreError):
@@ -137,20 +157,25 @@ def _writer(store: MemoryStore, manifest: Manifest, packed: bytes, document: Doc
 
     def seal(sealed: Manifest) -> Memory:
         pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
-        expect = {pending_key: packed, sealed_key: None}
-        if not records.commit({sealed_key: sealed.pack()}, [pending_key], expect):
+        expect, value = {pending_key: packed, sealed_key: None}, sealed.pack()
+        records.copy(manifest.id, sealed_key, value)
+        if not records.commit({sealed_key: value}, [pending_key], expect):
             raise StoreError(f"Memory {manifest.name!r} was removed while it was being written.")
         lock.release(discard=True)
+        logger.info("wrote memory %r: %d tokens in %d blocks", sealed.name, sealed.num_tokens, sealed.num_blocks)
         return Memory(store, sealed)
 
     try:
         opened = records.writer(manifest.id, capacity)
-    except DamagedMemoryError:  # it was never complete, so nothing is lost by starting again
+    except DamagedMemoryError as error:  # it was never complete, so nothing is lost by starting again
+        logger.warning("memory %r is begun again: %s", manifest.name, error)
         records.delete(manifest.id)
         opened = records.writer(manifest.id, capacity)
     try:
         writer = MemoryWriter(manifest, opened, seal, lock.release)
         writer.put_document(document)
+        if writer.num_done:
+            logger.info("memory %r goes on after %d of %d tokens", manifest.name, writer.num_done, manifest.num_tokens)
     except BaseException:
         opened.close()
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from memstore.errors import StoreError
+from memstore.errors import FormatError, StoreError
 from memstore.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -53,5 +53,12 @@ def slots(manifest: Manifest) -> list[Slot]:
         return [Slot("hidden")]
     if manifest.kind != "kv":
         raise StoreError(f"Memory {manifest.name!r} is of kind {manifest.kind!r}, which no index searches.")
-    shapes = {int(part.partition(".")[2]): spec.shape for part, spec in manifest.parts.items() if part[:5] == "keys."}
-    return [Slot(slot_name(layer, g), layer, g) for layer, (heads, _) in sorted(shapes.items()) for g in range(heads)]
+    try:
+        shapes = {int(part[5:]): spec.shape for part, spec in manifest.parts.items() if part.startswith("keys.")}
+        return [
+            Slot(slot_name(layer, g), layer, g) for layer, (heads, _) in sorted(shapes.items()) for g in range(heads)
+        ]
+    except ValueError as error:
+        raise FormatError(
+            f"Memory {manifest.name!r} has parts that are not those of keys and values: {error}."
+        ) from error

@@ -24,7 +24,7 @@ from memstore.errors import (
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import Mode, RecordReader, RecordStore
 from memstore.manifest import Manifest
-from memstore.memory import Document, Memory
+from memstore.memory import Document, Memory, named
 from memstore.memory_writer import MemoryWriter
 
 if TYPE_CHECKING:
@@ -115,14 +115,18 @@ class MemoryStore:
         return len(self.records.items(SEALED))
 
     def __contains__(self, name: object) -> bool:
-        return is_name(name) and self.records.get(key(SEALED, str(name))) is not None
+        if not is_name(name):
+            return False
+        with named(name):
+            return self.records.get(key(SEALED, name)) is not None
 
     def __getitem__(self, name: str) -> Memory:
-        """Raises MemoryNotFoundError."""
-        value = self.records.get(key(SEALED, name)) if is_name(name) else None
-        if value is None:
-            raise self._not_found(name)
-        return Memory(self, Manifest.unpack(value))
+        """Raises MemoryNotFoundError, DamagedMemoryError, FormatError."""
+        with named(name):
+            value = self.records.get(key(SEALED, name)) if is_name(name) else None
+            if value is None:
+                raise self._not_found(name)
+            return Memory(self, Manifest.unpack(value))
 
     def __delitem__(self, name: str) -> None:
         """Remove a memory, or what an interrupted encoding left under this name. Who has it open keeps reading.
@@ -208,11 +212,21 @@ class MemoryStore:
 
         return check(self, name, model, backend=backend, k=k, tune=tune, target_mass=target_mass)
 
-    def verify(self, name: str | None = None) -> list[VerifyResult]:
+    def verify(
+        self, name: str | None = None, *, repair: bool = False, model: Any = None, tokenizer: Any = None
+    ) -> list[VerifyResult]:
         """Check every byte of one memory, or of all: in another process, which damage may crash, if one can see them.
 
-        Raises MemoryNotFoundError.
+        ``repair``: rebuild damaged indexes, and damaged memories whose text is whole, with the model that wrote them,
+        and its tokenizer. What is there is given up only once what replaces it is whole. A catalog that cannot be read
+        is mended before the store is opened: :func:`memstore.repair.mend_catalog`, or `memstore verify --repair`.
+
+        Raises MemoryNotFoundError, ReadOnlyStoreError.
         """
+        if repair:
+            from memstore.repair import repair as rebuild
+
+            return rebuild(self, name, model, tokenizer)
         from memstore.verify import verify
 
         return verify(self, name)
@@ -232,7 +246,8 @@ class MemoryStore:
         if manifest.seal is None:
             raise StoreError(f"Memory {manifest.name!r} is not complete.")
         try:
-            return self.records.reader(manifest.id, manifest.seal)
+            with named(manifest.name):
+                return self.records.reader(manifest.id, manifest.seal)
         except DamagedMemoryError:
             current = self.records.get(key(SEALED, manifest.name))
             if current is None or Manifest.unpack(current).id != manifest.id:

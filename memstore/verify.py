@@ -1,6 +1,6 @@
 """Check every byte of a store's memories in another process, because a failing disk may end the process that reads it.
 
-python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "problem"} per memory
+python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "problems", "caches"} per memory
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.errors import StoreError
+from memstore.errors import DamagedMemoryError, StoreError
+from memstore.index_files import damaged_indexes
+from memstore.memory import OFFSETS, TEXT, TOKEN_IDS
 from memstore.memory_writer import content_digest, expected_keys
 
 if TYPE_CHECKING:
@@ -24,32 +26,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Whether a memory's bytes are those that were written, and if not, what is wrong."""
+    """Whether a memory's bytes are those that were written, and if not, what is wrong with each that differs.
+
+    caches: what is wrong with its indexes, which are built anew when they are needed. repaired: what a repair did.
+    """
 
     name: str
     ok: bool
     problems: list[str] = field(default_factory=list)
+    caches: list[str] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
 
 
 def verify(store: MemoryStore, name: str | None) -> list[VerifyResult]:
     """See :meth:`memstore.store.MemoryStore.verify`."""
     memories = store.memories() if name is None else [store[name]]
     if not store.records.persistent:  # no other process sees them
-        return [_result(memory, _check(memory)) for memory in memories]
-    found: dict[str, str | None] = {}
+        return [VerifyResult(memory.name, not (wrong := check(memory)), wrong) for memory in memories]
+    found: dict[str, tuple[list[str], list[str]]] = {}
     while waiting := [memory.manifest.id for memory in memories if memory.manifest.id not in found]:
         answers, how_it_ended = _run(store, waiting)
         found.update(answers)
         if how_it_ended and len(answers) < len(waiting):  # it ended while it read the first one it did not answer for
-            found[waiting[len(answers)]] = how_it_ended
-    return [_result(memory, found[memory.manifest.id]) for memory in memories]
+            found[waiting[len(answers)]] = ([how_it_ended], [])
+    return [
+        VerifyResult(memory.name, not problems, problems, caches)
+        for memory in memories
+        for problems, caches in [found[memory.manifest.id]]
+    ]
 
 
-def _result(memory: Memory, problem: str | None) -> VerifyResult:
-    return VerifyResult(memory.name, problem is None, [] if problem is None else [problem])
-
-
-def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, str | None], str | None]:
+def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, tuple[list[str], list[str]]], str | None]:
     """The answers of one child process, and what ended it early, if anything did."""
     command = [sys.executable, "-m", "memstore.verify", str(store.path), store.backend]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
@@ -57,7 +64,7 @@ def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, str | None], str
     answers = {}
     for line in child.stdout.splitlines():
         answer = json.loads(line)
-        answers[answer["id"]] = answer["problem"]
+        answers[answer["id"]] = answer["problems"], answer["caches"]
     if child.returncode < 0:
         return answers, f"The process that read it was ended by {signal.Signals(-child.returncode).name}."
     if child.returncode > 0 or len(answers) < len(ids):
@@ -65,17 +72,34 @@ def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, str | None], str
     return answers, None
 
 
-def _check(memory: Memory) -> str | None:
+def check(memory: Memory) -> list[str]:
+    """All that is wrong with the records of a memory, read in this process."""
     try:
-        with memory.open(verify="open") as opened:
+        with memory.open(verify="off") as opened:
             missing = expected_keys(memory.manifest) - opened.keys
             if missing:
-                return f"It lacks the records {sorted(missing)}."
-            if content_digest(opened.keys, opened.checksum) != memory.manifest.digest:
-                return "Its records are not those it was completed with."
+                return [f"It lacks {', '.join(map(describe, sorted(missing)))}."]
+            problems = []
+            for key in sorted(opened.keys):
+                try:
+                    opened.verified(key)
+                except DamagedMemoryError:
+                    problems.append(f"The bytes of {describe(key)} differ from those written.")
+            if not problems and content_digest(opened.keys, opened.checksum) != memory.manifest.digest:
+                problems.append("Its records are not those it was completed with.")
+            return problems
     except StoreError as error:
-        return str(error)
-    return None
+        return [str(error)]
+
+
+def describe(key: bytes) -> str:
+    """What a record holds, in words."""
+    words = {TEXT: "the text", TOKEN_IDS: "the token ids", OFFSETS: "the offsets"}
+    if key in words:
+        return words[key]
+    part = key[5:] if key[:1] == b"b" else key[1:]
+    name = repr(part.decode("utf-8", "replace"))
+    return f"block {int.from_bytes(key[1:5], 'big')} of {name}" if key[:1] == b"b" else f"the prefix of {name}"
 
 
 def _main() -> None:
@@ -85,8 +109,10 @@ def _main() -> None:
     with store.open(path, "r", records=records) as opened:
         memories = {memory.manifest.id: memory for memory in opened.memories()}
         for line in sys.stdin.read().split():
-            problem = _check(memories[line]) if line in memories else "It was removed while it was checked."
-            sys.stdout.write(json.dumps({"id": line, "problem": problem}) + "\n")
+            known = line in memories
+            problems = check(memories[line]) if known else ["It was removed while it was checked."]
+            caches = damaged_indexes(memories[line]) if known else []
+            sys.stdout.write(json.dumps({"id": line, "problems": problems, "caches": caches}) + "\n")
             sys.stdout.flush()
 
 

@@ -80,7 +80,9 @@ class HnswIndex(SavedIndex):
 
     def load(self, path: Path) -> None:
         with path.open("rb") as file:
-            _, _, self.num_keys, _, label_at, key_at, *_ = HEADER.unpack(file.read(HEADER.size))
+            _, room, self.num_keys, size, label_at, key_at, *_ = HEADER.unpack(file.read(HEADER.size))
+            if room != self.num_keys or HEADER.size + room * size > path.stat().st_size or not key_at < label_at < size:
+                raise ValueError("its header speaks of more than the file holds")  # for which hnswlib would make room
             file.seek(label_at, os.SEEK_CUR)
             self._exponent = (int.from_bytes(file.read(8), "little") >> ID_BITS) - BIAS
         self.width = (label_at - key_at) // 4 - 1

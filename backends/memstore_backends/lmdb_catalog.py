@@ -6,24 +6,28 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import lmdb
 import lmdb.verify
-import xxhash
 
 from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError, StoreError, StoreFullError
 from memstore_backends import mounts
+from memstore_backends.lmdb_lock import prepare
+from memstore_backends.lmdb_pages import PageError
+from memstore_backends.lmdb_snapshot import Snapshot
+from memstore_backends.lmdb_summary import SUMMARY, Summary, damaged_catalog, opened, sealed
 
-CATALOG_MAP = (
-    4 << 30
-)  # address space, not disk: the file grows as records come. Enough for a million memories, and a map
-MAX_READERS = 1024  #    that is too small grows: in every process while its lock keeps others from reading.
-_LOCK_BYTES = 64 * (MAX_READERS + 4)
-_CHECKSUM = 16
+T = TypeVar("T")
+
+# Address space, not disk: the file grows as records come. It is enough for a million memories; a map that is too small
+# grows, in every process while its lock keeps others from reading.
+CATALOG_MAP = 4 << 30
+MAX_READERS = 1024
+_PAUSES = (0.01, 0.04, 0)  # seconds
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -69,7 +73,8 @@ def _is_closed(path: Path) -> bool:
 
 
 class Catalog:
-    """Small records, each kept with a checksum over key and value.
+    """Small records, each kept with a checksum over key and value, and with them a summary, by which a record that is
+    lost, or an older state of the file that shows up again, is noticed.
 
     LMDB forbids to open a file twice in one process, so instances are shared: get one with :meth:`acquire` and give it
     back with :meth:`release`. After a fork the child opens the file anew at its first use.
@@ -79,10 +84,9 @@ class Catalog:
     _guard: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, folder: Path, writable: bool) -> None:
-        self._folder, self._writable = folder, writable
+        self._folder, self._data, self._writable = folder, folder / "data.mdb", writable
         self._lock = threading.RLock()
-        self._users = 0
-        self._check()
+        self._users = self._fd = self._size = self._process = 0
         self._open()
 
     @classmethod
@@ -103,9 +107,14 @@ class Catalog:
             catalog._users += 1
             return catalog
 
+    @classmethod
+    def is_open(cls, folder: Path) -> bool:
+        """Whether this process has the catalog in ``folder`` open."""
+        return _identity(folder) in cls._shared
+
     def _make_writable(self) -> None:
         with self._lock:
-            self._env.close()
+            self._close()
             try:
                 self._writable = True
                 self._open()
@@ -118,23 +127,29 @@ class Catalog:
         with self._guard, self._lock:
             self._users -= 1
             if self._users == 0:
-                self._env.close()
+                self._close()
                 for key in [key for key, catalog in self._shared.items() if catalog is self]:
                     del self._shared[key]
 
     def get(self, key: bytes) -> bytes | None:
-        with self._transaction() as transaction:
-            return _opened(key, transaction.get(key))
+        def ask(snapshot: Snapshot, number: int) -> bytes | None:
+            summary = self._summary(snapshot.get(SUMMARY), number)
+            value = opened(self._data, key, snapshot.get(key))
+            if value is None and summary is not None:  # rather than that a bit of its key has changed
+                summary.check(Summary.of_keys(snapshot.keys(key[:1])), key[:1])
+            return value
+
+        return self._read(ask)
 
     def items(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
-        found = []
-        with self._transaction() as transaction, transaction.cursor() as cursor:
-            if cursor.set_range(prefix):
-                for key, value in cursor:
-                    if not key.startswith(prefix):
-                        break
-                    found.append((key, _opened(key, value) or b""))
-        return found
+        def ask(snapshot: Snapshot, number: int) -> list[tuple[bytes, bytes]]:
+            summary = self._summary(snapshot.get(SUMMARY), number)
+            found = [(key, value) for key, value in snapshot.items(prefix) if key != SUMMARY]
+            if summary is not None and len(prefix) < 2:  # whole kinds
+                summary.check(Summary.of_keys(key for key, _ in found), prefix or summary.kinds)
+            return [(key, opened(self._data, key, value) or b"") for key, value in found]
+
+        return self._read(ask)
 
     def commit(
         self, puts: Mapping[bytes, bytes], deletes: Iterable[bytes], expect: Mapping[bytes, bytes | None]
@@ -142,19 +157,49 @@ class Catalog:
         deletes = list(deletes)
         while True:
             try:
-                with self._transaction(write=True) as transaction:
-                    if any(_opened(key, transaction.get(key)) != value for key, value in expect.items()):
-                        return False
-                    for key in deletes:
-                        transaction.delete(key)
-                    for key, value in puts.items():
-                        transaction.put(key, xxhash.xxh3_128_digest(key + value) + value)
-                return True
+                return self._commit(puts, deletes, expect)
             except StoreFullError as error:
                 if not isinstance(error.__cause__, lmdb.MapFullError):
                     raise
                 with self._lock, translated(self._folder):
                     self._env.set_mapsize(2 * self._env.info()["map_size"])
+
+    def _commit(self, puts: Mapping[bytes, bytes], deletes: list[bytes], expect: Mapping[bytes, bytes | None]) -> bool:
+        with self._transaction(write=True) as transaction:
+            if any(opened(self._data, key, transaction.get(key)) != value for key, value in expect.items()):
+                return False
+            try:
+                summary = self._summary(transaction.get(SUMMARY), transaction.id() - 1)
+            except PageError as error:
+                raise damaged_catalog(self._data, str(error)) from error
+            if summary is None:
+                summary = Summary.of_keys(transaction.cursor().iternext(values=False))
+            for key in deletes:
+                if transaction.delete(key):
+                    summary.drop(key)
+            for key, value in puts.items():
+                if transaction.get(key) is None:
+                    summary.add(key)
+                transaction.put(key, sealed(key, value))
+            transaction.put(SUMMARY, sealed(SUMMARY, summary.pack(transaction.id())))
+        return True
+
+    def _summary(self, value: bytes | None, number: int) -> Summary | None:
+        """None where no commit has written one yet. Raises PageError unless transaction ``number`` wrote it."""
+        value = opened(self._data, SUMMARY, value)
+        return None if value is None else Summary.unpack(value, number)
+
+    def _read(self, ask: Callable[[Snapshot, int], T]) -> T:
+        """What ``ask`` finds in the newest state, in which liblmdb itself touches no page of a tree."""
+        for pause in _PAUSES:
+            try:
+                with self._transaction() as transaction:
+                    number = transaction.id()
+                    return ask(Snapshot(self._fd, number), number)
+            except PageError as error:
+                problem = error
+            time.sleep(pause)  # without the lock file, another process may have been writing
+        raise damaged_catalog(self._data, str(problem))
 
     @contextmanager
     def _transaction(self, write: bool = False) -> Iterator[lmdb.Transaction[bytes]]:
@@ -163,8 +208,12 @@ class Catalog:
 
     def _begin(self, write: bool) -> lmdb.Transaction[bytes]:
         if self._process != os.getpid():
-            self._env.close()
+            self._close()
             self._open()
+        size = os.fstat(self._fd).st_size
+        if size < self._size:  # LMDB never shortens it, and would die of touching what is gone
+            raise damaged_catalog(self._data, f"it has been cut to {size} bytes")
+        self._size = size
         if write:  # a reader that was killed would hold back the pages it read, and the file would grow for ever
             self._env.reader_check()
         try:
@@ -175,14 +224,19 @@ class Catalog:
             self._env.reader_check()
         return self._env.begin(write=write)
 
+    def _close(self) -> None:
+        self._env.close()
+        os.close(self._fd)
+
     def _open(self) -> None:
+        self._check()
         # Without the lock file a reader does not hold back the pages it reads: a commit of another process during a
         # read may then show as damage. It is given up only where it cannot be had.
         lock_file = self._folder / "lock.mdb"
         lock = self._writable or os.access(lock_file if lock_file.exists() else self._folder, os.W_OK)
         lock = lock and not mounts.is_apart(self._folder)  # where nobody may write
         if lock:
-            _allocate(lock_file)
+            prepare(lock_file, MAX_READERS)
         self._env = lmdb.open(
             str(self._folder),
             map_size=CATALOG_MAP,
@@ -192,38 +246,30 @@ class Catalog:
             lock=lock,
             lib_version=0,
         )
+        self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._fd).st_size
         self._process = os.getpid()
 
     def _check(self) -> None:
-        """Walk the file without liblmdb, which a damaged page can crash."""
-        data = self._folder / "data.mdb"
-        for pause in (0.01, 0.04, 0):
-            try:
-                if self._writable and (not data.exists() or data.stat().st_size == 0):
-                    return  # a store that is being created
-                problems = lmdb.verify.verify(str(data))
-            except lmdb.verify.VerifyError as error:
-                problems = [str(error)]
-            if not problems:
+        """Raises DamagedMemoryError for a file that could crash liblmdb."""
+        problem: str | None = None
+        for pause in _PAUSES:
+            if self._writable and (not self._data.exists() or self._data.stat().st_size == 0):
+                return  # a store that is being created
+            problem = problem_of(self._data)
+            if problem is None:
                 return
             time.sleep(pause)  # perhaps another process was writing
-        raise DamagedMemoryError(
-            f"The catalog {data} is damaged ({problems[0]}). Restore the store from a copy, or remove it and encode "
-            "its documents again."
-        )
+        raise damaged_catalog(self._data, problem or "")
 
 
-def _allocate(lock_file: Path) -> None:
-    """Give the lock file its blocks: LMDB writes to it through a map, which on a full disk would raise SIGBUS.
-
-    Only while this process does not have it open: closing a file drops all POSIX locks that the process has on it.
-    """
-    fd = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def problem_of(data: Path) -> str | None:
+    """What is wrong with an LMDB file, free pages included, found without liblmdb, which a damaged page can crash."""
     try:
-        if os.fstat(fd).st_blocks * 512 < _LOCK_BYTES:
-            os.posix_fallocate(fd, 0, _LOCK_BYTES)
-    finally:
-        os.close(fd)
+        problems: list[str] = lmdb.verify.verify(str(data))
+    except lmdb.verify.VerifyError as error:
+        return str(error)
+    return problems[0] if problems else None
 
 
 def _identity(folder: Path) -> tuple[int, int]:
@@ -232,14 +278,3 @@ def _identity(folder: Path) -> tuple[int, int]:
     except FileNotFoundError:
         return (0, 0)
     return status.st_dev, status.st_ino
-
-
-def _opened(key: bytes, value: bytes | None) -> bytes | None:
-    if value is None:
-        return None
-    if value[:_CHECKSUM] != xxhash.xxh3_128_digest(key + value[_CHECKSUM:]):
-        raise DamagedMemoryError(
-            f"The catalog record {key.hex()} is damaged. Remove the memory it belongs to and encode its document "
-            "again, or restore the store from a copy."
-        )
-    return value[_CHECKSUM:]

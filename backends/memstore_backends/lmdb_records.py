@@ -2,6 +2,7 @@
 
     <store>/catalog/data.mdb            names, manifests; its map is CATALOG_MAP bytes of address space, never resized
     <store>/memories/<id>/data.mdb      the records of one memory; its indexes lie beside it
+    <store>/memories/<id>/record        a copy of its catalog record
     <store>/locks/                      who is writing what
 
 **No view can outlive its memory map.** liblmdb unmaps a closed environment whatever still points into it, and it ends
@@ -37,8 +38,10 @@ from memstore.errors import (
 )
 from memstore.interfaces import Buffer, Lock, Mode, Options, RecordReader, RecordStore, RecordWriter
 from memstore_backends import mounts
-from memstore_backends.lmdb_catalog import Catalog, translated
+from memstore_backends.lmdb_catalog import Catalog, problem_of, translated
+from memstore_backends.lmdb_mend import mend, write_copy
 from memstore_backends.lmdb_pages import Layout, PageError, scan
+from memstore_backends.lmdb_summary import damaged_catalog
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWN_FOLDERS = {"catalog", "memories", "locks"}
@@ -53,7 +56,10 @@ class LmdbRecords(RecordStore):
         self._users: weakref.WeakSet[_Reader | _Writer] = weakref.WeakSet()
         catalog = path / "catalog"
         with translated(path):
-            if not (catalog / "data.mdb").is_file():
+            data = catalog / "data.mdb"
+            if not (data.is_file() and data.stat().st_size) and self.memory_ids():  # LMDB would make an empty one
+                raise damaged_catalog(data, "it is missing or empty")
+            if not data.is_file():
                 if mode == "r":
                     raise StoreNotFoundError(f'There is no store at {path}. Check the path, or open it with mode="a".')
                 if path.exists() and not {entry.name for entry in path.iterdir()} <= _OWN_FOLDERS:
@@ -105,6 +111,26 @@ class LmdbRecords(RecordStore):
     def folder(self, memory_id: str) -> Path | None:
         folder = self._memories / memory_id
         return folder if folder.is_dir() else None
+
+    def copy(self, memory_id: str, key: bytes, value: bytes) -> None:
+        self._writable()
+        with translated(self._memories):
+            write_copy(self._memories / memory_id, key, value)
+
+    def salvage(self, memory_id: str, key: bytes) -> bytes | None:
+        self._opened()
+        data = self._memories / memory_id / "data.mdb"
+        try:
+            with _file(data) as fd:
+                found = _layout(data, fd).values.get(key)
+                return None if found is None else os.pread(fd, found[1], found[0])
+        except StoreError:
+            return None
+
+    @classmethod
+    def mend(cls, path: Path) -> list[str]:
+        with translated(path):
+            return mend(path)
 
     def lock(self, name: str, wait: bool) -> Lock:
         return FileLock(self.path / "locks" / f"{name}.lock", wait)
@@ -159,8 +185,8 @@ class _Writer(RecordWriter):
         self._folder, self._data = folder, folder / "data.mdb"
         with translated(folder):
             folder.mkdir(exist_ok=True)
-            if self._data.exists() and self._data.stat().st_size:
-                self._layout()
+            if self._data.exists() and self._data.stat().st_size and (problem := problem_of(self._data)):
+                raise _damaged(self._data, problem)
             self._env: lmdb.Environment | None = lmdb.open(
                 str(folder),
                 # A value takes up to twice its size where it barely fails to fit into a leaf; unused map costs nothing.
@@ -213,8 +239,9 @@ class _Writer(RecordWriter):
 class _Reader(RecordReader):
     def __init__(self, data: Path, seal: Mapping[str, Any]) -> None:
         self._data = data
-        layout, view = _mapped(data, seal)
-        self._map: memoryview | None = view
+        layout, mapped = _mapped(data, seal)
+        self._map: mmap.mmap | None = mapped
+        self._view = memoryview(mapped)
         self._values = layout.values
 
     @property
@@ -225,28 +252,30 @@ class _Reader(RecordReader):
         if self._map is None:
             raise StoreError(f"{self._data} is no longer open for reading.")
         if key not in self._values:
-            raise DamagedMemoryError(f"{self._data} lacks the record {key!r}.")
+            raise _damaged(self._data, f"it lacks the record {key!r}")
         start, size = self._values[key]
-        view = self._map[start : start + size]
+        if start + size > self._map.size():  # cut since it was opened: touching what is gone would end the process
+            raise _damaged(self._data, f"it has been cut to {self._map.size()} bytes")
+        view = self._view[start : start + size]
         return view if start % 16 == 0 else memoryview(bytes(view))  # small values lie unaligned inside a leaf page
 
     def keys(self) -> Iterator[bytes]:
         return iter(self._values)
 
     def close(self) -> None:
-        self._map = None  # unmapped when the last view of it is gone
+        self._map, self._view = None, memoryview(b"")  # unmapped when the last view of it is gone
 
 
-def _mapped(data: Path, seal: Mapping[str, Any]) -> tuple[Layout, memoryview]:
+def _mapped(data: Path, seal: Mapping[str, Any]) -> tuple[Layout, mmap.mmap]:
     """The layout of a sealed file and a read-only map of it, once its length and structure are those of the seal."""
     with _file(data) as fd:
         size = os.fstat(fd).st_size
         if size != seal["nbytes"]:
             raise _damaged(data, f"it has {size} bytes instead of {seal['nbytes']}")
         layout = _layout(data, fd)
-        if layout.digest != seal["structure"]:
+        if layout.digest != seal.get("structure"):
             raise _damaged(data, "its structure has changed")
-        return layout, memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+        return layout, mmap.mmap(fd, size, access=mmap.ACCESS_READ)
 
 
 def _layout(data: Path, fd: int) -> Layout:
@@ -276,4 +305,7 @@ def _sync(path: Path) -> None:
 
 
 def _damaged(data: Path, what: str) -> DamagedMemoryError:
-    return DamagedMemoryError(f"{data} is damaged: {what}. Remove the memory and encode its document again.")
+    return DamagedMemoryError(
+        f"{data} is damaged: {what}. Run `memstore verify --repair`, or remove the memory and encode its document "
+        "again."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 import memstore
 from memstore.cli import check, config, demo, generate, index, library, plugins, reindex
-from memstore.cli.common import reporting
+from memstore.cli.common import logged, reporting
 from memstore.config import command_line
 
 app = typer.Typer(
@@ -40,8 +41,16 @@ def options(
             metavar="NAME", help="The profile of plugins.toml that configures the command.", show_default=False
         ),
     ] = None,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "--verbose", "-v", count=True, help="Say on standard error what is done; -vv also in detail.", metavar=""
+        ),
+    ] = 0,
 ) -> None:
     """What may stand before any command."""
+    if verbose:
+        context.with_resource(logged(logging.DEBUG if verbose > 1 else logging.INFO))
     if profile is not None:
         context.with_resource(command_line(profile))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
@@ -69,14 +72,37 @@ def reporting(function: Callable[P, None]) -> Callable[P, None]:
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
     if issubclass(category, IndexNotice):
-        err.print(Text.assemble(("Note: ", "bold"), str(message)), soft_wrap=True)
+        note_that(str(message))
     else:
         err.print(warnings.formatwarning(message, category, *place[:2]), soft_wrap=True, end="")
+
+
+@contextmanager
+def logged(level: int) -> Iterator[None]:
+    """Inside, what memstore and its plugins log from this level on is written to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("memstore", "memstore_adapters", "memstore_backends")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, was in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(was)
 
 
 def complain(message: str) -> None:
     """Write an error message to standard error."""
     err.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+
+
+def note_that(message: str) -> None:
+    """Write what is worth knowing to standard error."""
+    err.print(Text.assemble(("Note: ", "bold"), message), soft_wrap=True)
 
 
 def write_json(document: Any) -> None:
@@ -86,6 +112,12 @@ def write_json(document: Any) -> None:
 
 def open_store(path: Path | None, mode: Mode) -> MemoryStore:
     """The store at ``path``, or the configured one. Raises ConfigError if nothing of it would outlast the command."""
+    place, records = store_place(path)
+    return memstore.open(place, mode, records=records)
+
+
+def store_place(path: Path | None) -> tuple[Path, str]:
+    """Where a store lies, and its record backend: see :func:`open_store`."""
     configured = config.load()
     records = configured.records()
     if not registry.load(registry.BACKENDS, records, RecordStore).persistent:
@@ -93,7 +125,7 @@ def open_store(path: Path | None, mode: Mode) -> MemoryStore:
             f"store.records = {records!r} keeps nothing once a command has ended. Name a record backend that does; "
             "`memstore config show --origin` tells where this one was named."
         )
-    return memstore.open(path or configured.settings.store.path, mode, records=records)
+    return (path or configured.settings.store.path).resolve(), records
 
 
 def matching(store: MemoryStore, name: str) -> list[Memory]:

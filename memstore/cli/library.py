@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,20 @@ from rich.table import Table
 
 from memstore import config
 from memstore.auto import choose
-from memstore.cli.common import JsonOption, StoreOption, complain, matching, open_store, out, size, write_json
+from memstore.cli.common import (
+    DtypeOption,
+    JsonOption,
+    StoreOption,
+    complain,
+    load_model,
+    matching,
+    note_that,
+    open_store,
+    out,
+    size,
+    store_place,
+    write_json,
+)
 from memstore.errors import MemstoreError
 
 if TYPE_CHECKING:
@@ -119,20 +133,50 @@ def verify(
         str | None, typer.Argument(metavar="[NAME]", help="A memory; by default all.", show_default=False)
     ] = None,
     store: StoreOption = None,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair", help="Rebuild what is damaged and can be: catalog, indexes, and with --model vectors."
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model that wrote what is to be rebuilt.", show_default=False),
+    ] = None,
+    dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
 ) -> None:
     """Check every byte of one memory or of all. Exit status 1 if any is damaged."""
-    with open_store(store, "r") as opened:
-        results = opened.verify(name)
+    if model is not None and not repair:
+        raise typer.BadParameter("is for --repair.", param_hint="--model")
+    mended = _mended(store) if repair else []
+    with open_store(store, "a" if repair else "r") as opened:
+        loaded, tokenizer = (None, None) if model is None else load_model(model, dtype)
+        results = opened.verify(name, repair=repair, model=loaded, tokenizer=tokenizer)
     for result in results:
+        for note in result.caches:
+            note_that(f"{result.name}: {note}")
         if not result.ok:
             complain(f"{result.name} is damaged: {' '.join(result.problems)}")
         elif not as_json:
-            out.print(f"{result.name} is intact.", soft_wrap=True)
+            out.print(" ".join([f"{result.name} is intact.", *result.repaired]), soft_wrap=True)
     if as_json:
-        write_json({"memories": [dataclasses.asdict(result) for result in results]})
+        write_json({"memories": [dataclasses.asdict(result) for result in results], "mended": mended})
     if not all(result.ok for result in results):
         raise typer.Exit(1)
+
+
+def _mended(store: Path | None) -> list[str]:
+    """What was done to a catalog that was damaged. Raises StoreNotFoundError where there is none."""
+    from memstore.repair import mend_catalog
+
+    path, records = store_place(store)
+    done = mend_catalog(path, records)
+    for what in done:
+        note_that(what)
+    with open_store(store, "r"):
+        pass  # mode "a" alone would create a store where a mistyped path leads
+    return done
 
 
 def _facts(memory: Memory) -> dict[str, Any]:

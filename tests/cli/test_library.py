@@ -97,7 +97,8 @@ def test_remove_removes_what_it_can(run: Run, library: Path) -> None:
 def test_verify_of_an_intact_store(run: Run, library: Path) -> None:
     assert run("verify", "--store", library).stdout == "genesis is intact.\nruth[1] is intact.\n"
     document = json.loads(run("verify", "genesis", "--store", library, "--json").stdout)
-    assert document == {"memories": [{"name": "genesis", "ok": True, "problems": []}]}
+    whole = {"name": "genesis", "ok": True, "problems": [], "caches": [], "repaired": []}
+    assert document == {"memories": [whole], "mended": []}
 
 
 def test_verify_finds_damage(run: Run, library: Path) -> None:

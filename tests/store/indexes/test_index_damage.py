@@ -13,6 +13,8 @@ from memstore.errors import (
     StoreFullError,
 )
 from memstore.index_record import index_key, write_record
+from memstore_backends import lmdb_catalog
+from memstore_backends.lmdb_summary import sealed
 from tests import kept
 from tests.models import build, read
 from tests.store.indexes.looking import expect_built, files, folder, found, names, tune
@@ -138,8 +140,10 @@ def test_a_damaged_record_of_an_index_harms_nothing_else(hidden):
     library.reindex(hidden.name, "kept")
 
     def damage(backend):
-        with library.records._catalog._transaction(write=True) as transaction:
-            transaction.put(index_key(hidden.manifest.id, backend), b"no checksum of it")
+        damaged = index_key(hidden.manifest.id, backend)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lmdb_catalog, "sealed", lambda key, value: value if key == damaged else sealed(key, value))
+            library.records.commit({damaged: b"no checksum of it"})
 
     damage("kept")
     with memstore.attach(build("bart"), hidden, top_k=5, index="exact"):

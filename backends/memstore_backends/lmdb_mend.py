@@ -1,0 +1,132 @@
+"""Making a damaged catalog whole again, of its records that can be read and of copies that lie with the memories."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgpack
+import xxhash
+
+from memstore.errors import DamagedMemoryError, StoreInUseError
+from memstore_backends import lmdb_pages as pages
+from memstore_backends.lmdb_catalog import Catalog
+from memstore_backends.lmdb_lock import alone
+from memstore_backends.lmdb_pages import PageError
+from memstore_backends.lmdb_snapshot import Snapshot
+from memstore_backends.lmdb_summary import SUMMARY, Summary, opened
+
+COPY = "record"  # beside a memory's data.mdb: a checksum, then key and value of its catalog record
+MOST = 64 << 20  # bytes of a copy that are read
+_CHECKSUM = 16
+
+
+def write_copy(folder: Path, key: bytes, value: bytes) -> None:
+    """Keep a record in a memory's folder, whole or not at all."""
+    packed: bytes = msgpack.packb((key, value))
+    temporary = folder / f".{COPY}.{uuid.uuid4().hex}"
+    try:
+        with temporary.open("wb") as file:
+            file.write(xxhash.xxh3_128_digest(packed) + packed)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / COPY)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def mend(path: Path) -> list[str]:
+    """See :meth:`memstore.interfaces.RecordStore.mend`. The new file is made beside the damaged one, which it replaces
+    in one step."""
+    folder = path / "catalog"
+    data, new = folder / "data.mdb", folder / "new"
+    if not folder.is_dir():
+        return []
+    if Catalog.is_open(folder):
+        raise StoreInUseError(f"The store {path} is open in this process. Close it first.")
+    kept, problem = _readable(data)
+    copies = {key: value for key, value in _copies(path / "memories", kept) if key not in kept}
+    if copies and not kept:
+        problem = problem or "it is empty"
+    if problem is None:
+        return []
+    with alone(folder / "lock.mdb"):
+        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed here
+        new.mkdir()
+        catalog = Catalog.acquire(new, writable=True)
+        try:
+            catalog.commit({**copies, **kept}, (), {})
+        finally:
+            catalog.release()
+        before = folder / f"damaged-{uuid.uuid4().hex[:8]}.mdb"
+        if data.exists():
+            os.link(data, before)
+        (new / "data.mdb").replace(data)
+        shutil.rmtree(new)
+    said = f"The catalog was damaged ({problem}). {len(kept)} of its records could be read, and {len(copies)} were "
+    return [f"{said}restored from copies beside the memories. What was there is kept as {before}."]
+
+
+def _readable(data: Path) -> tuple[dict[bytes, bytes], str | None]:
+    """The records that can be read, of the newest state that has any, and what is wrong."""
+    problem: str | None = None
+    try:
+        fd = os.open(data, os.O_RDONLY)
+    except FileNotFoundError:
+        return {}, "it is missing"
+    try:
+        for transaction in _transactions(fd):
+            try:
+                snapshot = Snapshot(fd, transaction)
+                found = list(snapshot.items(b""))
+            except PageError as error:
+                problem = problem or str(error)
+                continue
+            kept, wrong = {}, problem
+            for key, value in found:
+                try:
+                    kept[key] = opened(data, key, value) or b""
+                except DamagedMemoryError:
+                    wrong = wrong or "a record of it differs from the one written"
+            try:
+                summary = kept.pop(SUMMARY, None)
+                if summary is not None and wrong is None:
+                    written = Summary.unpack(summary, transaction)
+                    written.check(Summary.of_keys(kept), written.kinds)
+            except PageError as error:
+                wrong = str(error)
+            return kept, wrong
+    finally:
+        os.close(fd)
+    return {}, problem or "it holds no state that can be read"
+
+
+def _transactions(fd: int) -> list[int]:
+    """Those whose meta pages can be read, the newest first."""
+    found = []
+    for number in (0, 1):
+        try:
+            size = pages.page_size(fd)
+            found.append(pages.meta(os.pread(fd, size, number * size), number).transaction)
+        except (PageError, struct.error):
+            continue
+    return sorted(set(found), reverse=True)
+
+
+def _copies(memories: Path, kept: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """The copies that are whole, but for those of memories that a kept record names by its end: their tombstones."""
+    ends = {key[-32:] for key in kept}
+    for file in sorted(memories.glob(f"*/{COPY}")):
+        if file.stat().st_size > MOST or file.parent.name.encode() in ends:
+            continue
+        packed = file.read_bytes()
+        if packed[:_CHECKSUM] != xxhash.xxh3_128_digest(packed[_CHECKSUM:]):
+            continue
+        with suppress(ValueError, TypeError, msgpack.UnpackException):
+            key, value = msgpack.unpackb(packed[_CHECKSUM:])
+            yield bytes(memoryview(key)), bytes(memoryview(value))

@@ -1,0 +1,138 @@
+"""Rebuilding what is damaged: the catalog from copies, a memory from its own text and the model that wrote it, an index
+from the memory. What is rebuilt is made beside what is there, and takes its place in one step when it is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memstore import catalog, pending, registry
+from memstore.errors import MemoryNotFoundError, MemstoreError, StoreError
+from memstore.index_record import IndexRecord, all_records
+from memstore.interfaces import RecordStore
+from memstore.memory import CHECKSUM, TEXT, TOKEN_IDS, Memory, checksum
+from memstore.verify import VerifyResult, verify
+
+if TYPE_CHECKING:
+    from memstore.store import MemoryStore
+
+logger = logging.getLogger(__name__)
+
+
+def mend_catalog(path: Path, backend: str) -> list[str]:
+    """Make the catalog of a store whole that cannot be opened, or lists what it cannot read. Says what was done.
+
+    Raises StoreBusyError or StoreInUseError while the store is in use.
+    """
+    plugin: type[RecordStore] = registry.load(registry.BACKENDS, backend, RecordStore)
+    done = plugin.mend(path)
+    for what in done:
+        logger.warning("%s", what)
+    if done:
+        records = plugin(path, "a")
+        try:
+            catalog.mark(records)
+        finally:
+            records.close()
+    return done
+
+
+def repair(store: MemoryStore, name: str | None = None, model: Any = None, tokenizer: Any = None) -> list[VerifyResult]:
+    """Verify, and rebuild what is damaged and can be: see :meth:`memstore.store.MemoryStore.verify`."""
+    store.check_writable()
+    results = []
+    for result in verify(store, name):
+        memory = store[result.name]
+        if not result.ok:
+            results.append(_read_anew(memory, result, model, tokenizer))
+            continue
+        store.records.copy(memory.manifest.id, catalog.key(catalog.SEALED, memory.name), memory.manifest.pack())
+        wrong = [
+            record
+            for record in all_records(store.records, memory.manifest.id)
+            if any(repr(record.backend) in problem for problem in result.caches)
+        ]
+        results.append(_with_indexes(memory, result, wrong))
+    return results
+
+
+def _with_indexes(memory: Memory, result: VerifyResult, records: list[IndexRecord]) -> VerifyResult:
+    """Build these indexes anew, as they were built and tuned before."""
+    repaired, left = list(result.repaired), []
+    for record in records:
+        from memstore.indexes import reindex
+
+        try:
+            reindex(memory, record.backend, {**record.options, **record.tuned})
+            repaired.append(f"The index {record.backend!r} was built anew.")
+        except MemstoreError as error:
+            left.append(f"The index {record.backend!r} could not be built anew: {error}")
+    return replace(result, caches=left, repaired=repaired)
+
+
+def _read_anew(memory: Memory, result: VerifyResult, model: Any, tokenizer: Any) -> VerifyResult:
+    """Encode the document again under another name, and let what came of it take the damaged memory's place."""
+    source, problem = _source(memory, model, tokenizer)
+    if problem is not None:
+        return replace(result, problems=[*result.problems, problem])
+    store, manifest = memory.store, memory.manifest
+    indexes = all_records(store.records, manifest.id)
+    temporary = f"{memory.name} (repaired {manifest.id[:8]})"
+    try:
+        different = _what_differs(memory, model, source.get("tokenizer"))
+        if different:
+            raise StoreError(f"the model given is not the one that wrote it: {different}. Give that one.")
+        fresh = store.encode(
+            model,
+            name=temporary,
+            metadata=memory.metadata,
+            window=manifest.rule.window,
+            overlap=manifest.rule.overlap,
+            dtype=next(iter(manifest.parts.values())).dtype,
+            batch_size=manifest.batch_size,
+            **source,
+        )
+        if not pending.replace(store.records, memory.name, temporary):
+            raise StoreError("another process has changed it. Repeat the command.")
+    except MemstoreError as error:  # what is damaged stays as it is
+        with suppress(MemoryNotFoundError):
+            del store[temporary]
+        return replace(result, problems=[*result.problems, f"It could not be read anew: {error}"])
+    same = fresh.manifest.digest == manifest.digest
+    how = "to the bytes it had" if same else "to other bytes than it had: libraries or the device differ"
+    whole = replace(result, ok=True, problems=[], caches=[], repaired=[f"It was read anew, {how}."])
+    logger.warning("memory %r: %s", memory.name, whole.repaired[0])
+    return _with_indexes(store[memory.name], whole, indexes)
+
+
+def _source(memory: Memory, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str | None]:
+    """What to encode, or why there is nothing."""
+    manifest = memory.manifest
+    if not manifest.has_text and not manifest.has_ids:
+        return {}, "It cannot be rebuilt: its document, which was no text, is not kept. Encode it again."
+    key = TEXT if manifest.has_text else TOKEN_IDS
+    value = memory.store.records.salvage(manifest.id, key)
+    if value is None or checksum(value) != memory.store.records.salvage(manifest.id, CHECKSUM + key):
+        return {}, "It cannot be rebuilt: the text is damaged too. Remove it and encode the document again."
+    if model is None:
+        return {}, (
+            f"Its text is whole: `memstore verify --repair --model MODEL` reads it anew with the "
+            f"{manifest.fingerprint.get('model_class')} that wrote it."
+        )
+    if manifest.has_text:
+        return {"tokenizer": tokenizer, "text": value.decode()}, None
+    return {"input_ids": np.frombuffer(value, "<i4").copy()}, None
+
+
+def _what_differs(memory: Memory, model: Any, tokenizer: Any) -> str:
+    """Between the model and tokenizer given and those that wrote the memory. Raises UnsupportedModelError."""
+    from memstore.fingerprint import fingerprint, mismatches
+
+    facts = fingerprint(registry.adapter_for(model)(model), tokenizer)
+    return "; ".join(mismatches(memory.manifest.fingerprint, facts))

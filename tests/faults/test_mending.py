@@ -1,0 +1,115 @@
+"""``verify`` finds every damaged block, and a damaged catalog is made whole. Nothing here loads torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memstore
+from memstore.catalog import SEALED, key
+from memstore.errors import DamagedMemoryError, FormatError, StoreBusyError, StoreInUseError
+from memstore.memory import block_key
+from memstore.repair import mend_catalog
+from memstore.store import MemoryStore
+from tests.faults.harming import contents, damage, data_of
+from tests.store import making
+
+
+def test_verify_finds_every_damaged_block(library: MemoryStore) -> None:
+    memory = making.write(library)
+    making.write(library, "ruth")
+    damage(memory, *(block_key("large", i) for i in (1, 3, 4)))  # smaller values lie in the structure
+    esther, ruth = library.verify()
+    assert (esther.ok, ruth.ok, ruth.problems) == (False, True, [])
+    found = [f"block {i} of 'large'" for i in (1, 3, 4)]
+    assert esther.problems == [f"The bytes of {what} differ from those written." for what in found]
+
+
+def test_a_memory_whose_text_is_damaged_too_is_left_and_says_so(library: MemoryStore) -> None:
+    memory = making.write(library)
+    damage(memory, block_key("large", 0), b"dtext")
+    (result,) = library.verify(repair=True)
+    assert "the text is damaged too" in result.problems[-1]
+    os.truncate(data_of(memory), 100)
+    (result,) = library.verify(repair=True)
+    assert "the text is damaged too" in result.problems[-1]
+    assert library.names() == ["esther"]
+
+
+def catalog_of(library: MemoryStore) -> Path:
+    return library.path / "catalog" / "data.mdb"
+
+
+def lose(data: Path) -> None:
+    data.unlink()
+
+
+def fill_with_zeros(data: Path) -> None:
+    data.write_bytes(bytes(data.stat().st_size))
+
+
+def cut(data: Path) -> None:
+    os.truncate(data, 8192)
+
+
+def forget_a_record(data: Path) -> None:
+    whole = data.read_bytes()
+    data.write_bytes(whole.replace(key(SEALED, "ruth"), b"l" + key(SEALED, "ruth")[1:]))
+
+
+def change_a_manifest(data: Path) -> None:
+    data.write_bytes(data.read_bytes().replace(b"esther", b"eskher"))
+
+
+@pytest.mark.parametrize("harm", [lose, fill_with_zeros, cut, forget_a_record, change_a_manifest])
+def test_a_damaged_catalog_is_made_whole_from_copies(library: MemoryStore, harm: Any) -> None:
+    for name in ("esther", "gone", "ruth"):
+        making.write(library, name)
+    before = {name: library[name].manifest for name in ("esther", "ruth")}
+    values = {name: contents(library[name]) for name in before}
+    del library["gone"]
+    library.close()
+    harm(catalog_of(library))
+    with (
+        pytest.raises((DamagedMemoryError, FormatError), match="verify --repair"),
+        memstore.open(library.path) as store,
+    ):
+        store.names()
+    (done,) = mend_catalog(library.path, "lmdb")
+    assert "restored from copies" in done
+    assert mend_catalog(library.path, "lmdb") == []
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther", "ruth"]
+        for name, manifest in before.items():
+            assert store[name].manifest == manifest
+            assert contents(store[name]) == values[name]
+        making.write(store, "job")
+    kept = list(catalog_of(library).parent.glob("damaged-*.mdb"))
+    assert len(kept) == (harm is not lose)
+
+
+def test_a_catalog_is_not_mended_while_it_is_in_use(library: MemoryStore) -> None:
+    making.write(library)
+    with pytest.raises(StoreInUseError):
+        mend_catalog(library.path, "lmdb")
+    library.close()
+    holder = making.child(
+        "import sys, memstore\nstore = memstore.open(sys.argv[1])\nprint('open', flush=True)\nsys.stdin.read()",
+        library.path,
+        stdin=-1,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+    forget = catalog_of(library).read_bytes()
+    fill_with_zeros(catalog_of(library))
+    try:
+        with pytest.raises(StoreBusyError, match="End all"):
+            mend_catalog(library.path, "lmdb")
+        assert not any(catalog_of(library).read_bytes())
+    finally:
+        holder.communicate()
+    catalog_of(library).write_bytes(forget)
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther"]

@@ -1,0 +1,78 @@
+"""``verify`` finds every damaged block, and a repair rebuilds what can be rebuilt and loses nothing that was whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import memstore
+from memstore import describe
+from memstore.errors import DamagedMemoryError
+from memstore.indexes import reindex
+from memstore.memory import block_key
+from memstore.store import MemoryStore
+from tests import tiny
+from tests.faults.harming import contents, damage
+from tests.models import build, tokens
+
+TEXT = "In the beginning was the Word, and the Word was with God.\n" * 12
+
+
+@pytest.fixture
+def encoded(library: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Two memories in blocks of 256 tokens, of ids and of a text, with the models that wrote them."""
+    monkeypatch.setattr(describe, "BLOCK_BYTES", 1)
+    bart, llama = build("bart"), tiny.llama()
+    library.encode(bart, input_ids=tokens(600), name="ids", metadata={"year": 1})
+    library.encode(llama, tiny.tokenizer(), TEXT, name="text", window=64)
+    return {"ids": (bart, None), "text": (llama, tiny.tokenizer())}
+
+
+@pytest.mark.parametrize("name", ["ids", "text"])
+def test_vectors_are_read_anew_to_the_same_bytes(library: MemoryStore, encoded: dict[str, Any], name: str) -> None:
+    memory, (model, tokenizer) = library[name], encoded[name]
+    part = next(part for part, spec in memory.manifest.parts.items() if spec.every == 1)
+    before, others = contents(memory), [other for other in library.names() if other != name]
+    reindex(memory, "hnsw", {"m": 8, "ef_search": 64}) if name == "ids" else None
+    damage(memory, block_key(part, 1))
+    (result,) = library.verify(name, repair=True)
+    assert (result.ok, len(result.problems)) == (False, 2)
+    assert f"--repair --model MODEL` reads it anew with the {type(model).__name__}" in result.problems[1]
+    (result,) = library.verify(name, repair=True, model=model, tokenizer=tokenizer)
+    assert (result.ok, result.problems, result.repaired[0]) == (True, [], "It was read anew, to the bytes it had.")
+    again = library[name]
+    assert contents(again) == before
+    assert (again.metadata, again.name) == (memory.metadata, name)
+    assert library.names() == sorted([name, *others])
+    assert len(list(library.path.glob("memories/*"))) == 2
+    if name == "ids":
+        (record,) = library.indexes(name)
+        assert (record.options["m"], record.tuned) == (8, {"ef_search": 64})
+        with memstore.attach(model, again) as attached:
+            assert attached.generate(max_new_tokens=2).shape[0] == 1
+
+
+def test_another_model_repairs_nothing_and_costs_nothing(library: MemoryStore, encoded: dict[str, Any]) -> None:
+    memory = library["ids"]
+    damage(memory, block_key("hidden", 1))
+    (result,) = library.verify("ids", repair=True, model=build("bart", seed=1))
+    assert not result.ok and "the model given is not the one that wrote it: weights" in result.problems[-1]
+    assert library.names() == ["ids", "text"]
+    assert library["ids"].manifest == memory.manifest
+    with library["ids"].open() as opened:  # what was whole is as it was
+        opened.block("hidden", 0)
+        with pytest.raises(DamagedMemoryError):
+            opened.block("hidden", 1)
+
+
+def test_a_damaged_index_is_noted_and_built_anew(library: MemoryStore, encoded: dict[str, Any]) -> None:
+    reindex(library["ids"], "hnsw", {"m": 8})
+    (file,) = library.path.glob("memories/*/indexes/*/*")
+    file.write_bytes(b"\0" + file.read_bytes()[1:])
+    (result,) = library.verify("ids")
+    assert result.ok and "The index 'hnsw'" in result.caches[0] and "is damaged" in result.caches[0]
+    (result,) = library.verify("ids", repair=True)
+    assert (result.ok, result.caches, result.repaired) == (True, [], ["The index 'hnsw' was built anew."])
+    assert library.verify("ids")[0].caches == []
+    assert library.indexes("ids")[0].options["m"] == 8
