@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PositiveInt, ValidationError
 
 from memstore.errors import FormatError
 
@@ -35,7 +35,7 @@ class PartSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shape: tuple[int, ...]
+    shape: tuple[PositiveInt, ...]
     dtype: Literal["float32", "float16", "bfloat16", "int8", "int4"]
     scales: Literal["channel", "token"] | None = None
     every: int = Field(default=1, gt=0)
@@ -139,20 +139,26 @@ class Manifest(BaseModel):
         """Raises FormatError for what is no manifest, or one of a newer major format."""
         try:
             raw = msgpack.unpackb(data, strict_map_key=True)
-            major = raw["format_major"]
+            raw["format_major"]
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise FormatError(f"The catalog holds a record that is no manifest ({error}).") from error
+        return cls.checked(raw)
+
+    @classmethod
+    def checked(cls, raw: dict[str, Any]) -> Manifest:
+        """A manifest of these fields. Raises FormatError, as :meth:`unpack` does."""
+        major, minor = raw.get("format_major"), raw.get("format_minor", 0)
         if major != FORMAT_MAJOR:
             raise FormatError(
-                f"Memory {raw.get('name')!r} has format {major}.{raw.get('format_minor')}; this version of memstore "
+                f"Memory {raw.get('name')!r} has format {major}.{minor}; this version of memstore "
                 f"reads format {FORMAT_MAJOR}. Install the version that wrote it, or encode the document again."
             )
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            if raw.get("format_minor", 0) > FORMAT_MINOR:
+            if isinstance(minor, int) and minor > FORMAT_MINOR:
                 raise FormatError(
-                    f"Memory {raw.get('name')!r} has format {major}.{raw['format_minor']}, and something in it that "
+                    f"Memory {raw.get('name')!r} has format {major}.{minor}, and something in it that "
                     f"this version of memstore, which writes {FORMAT_MAJOR}.{FORMAT_MINOR}, does not know. Install the "
                     "version that wrote it, or encode the document again."
                 ) from error

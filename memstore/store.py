@@ -217,6 +217,20 @@ class MemoryStore:
 
         return verify(self, name)
 
+    def export(self, folder: str | os.PathLike[str], *names: str) -> list[Path]:
+        """Write memories, by default all, as safetensors and JSON into folders of their own in ``folder``, which are
+        returned: see :func:`memstore.exporting.export_memory`. Indexes are not exported: they can be built again."""
+        from memstore.exporting import export_memory
+
+        memories = [self[name] for name in names] if names else self.memories()
+        return [export_memory(memory, Path(folder)) for memory in memories]
+
+    def import_from(self, folder: str | os.PathLike[str]) -> list[Memory]:
+        """Bring in all memories that were exported to ``folder``: see :func:`memstore.importing.import_memory`."""
+        from memstore.importing import exported, import_memory
+
+        return [import_memory(self, each) for each in exported(Path(folder))]
+
     def create(self, manifest: Manifest, document: Document) -> MemoryWriter:
         """Start a memory, or resume the one that an interrupted call with an equal manifest left.
 
