@@ -87,7 +87,7 @@ def _check(opened: OpenMemory) -> None:
 
 
 def _described(opened: OpenMemory) -> dict[str, Any]:
-    manifest = opened.manifest.model_dump(exclude=OWN)
+    manifest = {key: value for key, value in opened.manifest.fields().items() if key not in OWN}
     return {
         "format": FORMAT,
         "major": MAJOR,

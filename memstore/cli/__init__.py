@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import memstore
-from memstore.cli import check, config, demo, exchange, generate, index, library, plugins, reindex
+from memstore.cli import check, config, demo, exchange, generate, index, library, plugins, reindex, sync
 from memstore.cli.common import reporting
 from memstore.config import command_line
 
@@ -47,6 +47,7 @@ def options(
 
 
 app.command("index")(reporting(index.index))
+app.command("sync")(reporting(sync.sync))
 app.command("list")(reporting(library.list_memories))
 app.command("show")(reporting(library.show))
 app.command("remove")(reporting(library.remove))
