@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,7 @@ def plan(num_tokens: int, rule: WindowRule, anchors: Sequence[int] = ()) -> list
     return windows
 
 
-def anchors(token_ids: npt.NDArray[np.integer], rule: WindowRule) -> tuple[int, ...]:
+def anchors(token_ids: npt.NDArray[np.integer[Any]], rule: WindowRule) -> tuple[int, ...]:
     """The tokens of a document [n] at which windows begin anew, ascending: none if the rule has none.
 
     A token is one if a hash of the ``SPAN`` tokens from it on is less than that of each other token up to

@@ -1,4 +1,4 @@
-"""A changed text is read again where it changed, and the memory is the one that a fresh encoding gives, byte for byte."""
+"""A changed text is read again where it changed, and the memory is what a fresh encoding gives, byte for byte."""
 
 from __future__ import annotations
 

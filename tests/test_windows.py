@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -141,7 +141,7 @@ REACH = 64
 ANCHORED = WindowRule(window=32, overlap=16, context="left", anchors=REACH)
 
 
-def naive(ids: np.ndarray, reach: int) -> list[int]:
+def naive(ids: np.ndarray[Any, Any], reach: int) -> list[int]:
     """The definition, with Python's whole numbers."""
     mask = (1 << 64) - 1
 
