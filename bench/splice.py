@@ -92,7 +92,7 @@ def _encoded_windows(
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
     """What each window that sees a changed token keeps, float32, and the token it begins with."""
     causal, before = manifest.rule.context == "left", list(manifest.prefix_ids)
-    for window in plan(len(ids), manifest.rule):
+    for window in plan(len(ids), manifest.rule, manifest.anchors):
         sees = ((changed >= window.start) & (changed < window.stop)).any()
         if not sees or (causal and window.keep_stop <= changed[0]):  # earlier tokens are as they were
             continue

@@ -16,8 +16,9 @@ from xxhash import xxh3_128
 from memstore.errors import ConfigError, DocumentError
 from memstore.fingerprint import fingerprint, tensor_bytes
 from memstore.manifest import Manifest, PartSpec, WindowRule, storable
-from memstore.memory import Document
+from memstore.memory import Document, text_digest
 from memstore.text import tokenize
+from memstore.windows import anchors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from memstore.interfaces import ModelAdapter
 
 BATCH = 4  # windows read at once
+REACH = 2  # windows on either side of an anchor: sections of about four, so that few of their windows are not full
 BLOCK_BYTES = 64 << 20  # of all parts together; a block is what one commit writes and what a crash can cost
 
 
@@ -41,6 +43,7 @@ def describe(
     overlap: int | None,
     dtype: str | torch.dtype | None,
     batch_size: int | None,
+    anchored: bool = False,
 ) -> tuple[Manifest, Document, Tensor]:
     """The draft of a manifest, the document to keep, and what the model reads: token ids [n] or features [windows, …].
 
@@ -53,6 +56,8 @@ def describe(
         raise DocumentError(f"{type(adapter.model).__name__} reads input_features, not text or token ids.")
     document = _document(tokenizer, text, input_ids, adapter.vocab_size)
     rule = adapter.rule(feature_tokens or window, 0 if feature_tokens else overlap)
+    if anchored and features is None and not adapter.whole_only:
+        rule = rule.model_copy(update={"anchors": REACH * rule.window})
     if features is None:
         assert document.token_ids is not None
         num_tokens = len(document.token_ids)
@@ -88,6 +93,7 @@ def describe(
         prefix_ids=tuple(prefix),
         closing_ids=() if tokenizer is None else tuple(adapter.closing(tokenizer)),
         lead_ids=_lead(document, rule, room) if prefix else (),
+        anchors=() if document.token_ids is None else anchors(document.token_ids, rule),
         batch_size=BATCH if batch_size is None else batch_size,
         device=adapter.model.device.type,
         fingerprint=fingerprint(adapter, tokenizer),
@@ -171,10 +177,10 @@ def _block_tokens(parts: Mapping[str, PartSpec]) -> int:
 
 
 def _digest(document: Document, features: Tensor | None) -> str:
-    digest = xxh3_128()
     if document.text is not None:
-        digest.update(document.text.encode())
-    elif document.token_ids is not None:
+        return text_digest(document.text)
+    digest = xxh3_128()
+    if document.token_ids is not None:
         digest.update(document.token_ids.tobytes())
     elif features is not None:
         digest.update(tensor_bytes(features))

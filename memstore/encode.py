@@ -19,6 +19,7 @@ from memstore.evaluating import evaluating
 from memstore.manifest import Manifest, PartSpec
 from memstore.memory import Memory
 from memstore.memory_writer import MemoryWriter, token_parts
+from memstore.pending import manifest_of
 from memstore.registry import adapter_for
 from memstore.windows import Window, plan
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from memstore.store import MemoryStore
 
 Progress = Callable[[int, int], None]
+Read = Callable[[list[Window]], list[dict[str, Tensor]]]  # what is kept of each window of a group
 
 
 def encode(
@@ -45,14 +47,17 @@ def encode(
     overlap: int | None = None,
     dtype: str | torch.dtype | None = None,
     batch_size: int | None = None,
+    anchors: bool | None = None,
     progress: Progress | None = None,
 ) -> Memory:
     """Read a document with ``model`` and keep what it read under ``name``.
 
     The document is ``text`` (with its tokenizer), ``input_ids`` [n] or [1, n], or ``input_features`` (Whisper:
     [windows, mels, frames]). dtype: how vectors are stored, by default as the model computes: "float32", "float16"
-    or "bfloat16"; keys and values also as "int8" or "int4" (see :mod:`memstore.coding`). progress is called with
-    (tokens done, tokens in all). The same document under the same name again is a no-op.
+    or "bfloat16"; keys and values also as "int8" or "int4" (see :mod:`memstore.coding`). anchors: whether windows begin
+    anew now and then, by the text itself (:func:`memstore.windows.anchors`), so that after an edit those behind it can
+    be reused by :func:`memstore.updating.update`; None is as the memory of this name was begun, else no. progress is
+    called with (tokens done, tokens in all). The same document under the same name again is a no-op.
 
     Raises DocumentError, ConfigError, UnsupportedModelError, MemoryExistsError, MemoryBusyError, EncodingError, and
     DamagedMemoryError where that memory is damaged.
@@ -68,33 +73,37 @@ def encode(
         overlap=overlap,
         dtype=dtype,
         batch_size=batch_size,
+        anchored=is_anchored(store, name, False) if anchors is None else anchors,
         name=name,
         metadata=metadata,
     )
     if name in store:
-        return _same_or_raise(store[name], draft)
-    with store.create(draft, document) as writer, evaluating(model):
-        report = progress if progress is not None else _silent
-        report(writer.num_done, draft.num_tokens)
-        for block in _blocks(adapter, source, draft, writer, report):
-            writer.append(block)
-        return writer.finish()
+        differing = differences(store[name].manifest, draft)
+        if differing:
+            raise another_exists(store[name].manifest, draft, differing)
+        store[name].open().close()  # one that is damaged must not pass for done
+        return store[name]
+    with store.create(draft, document) as writer:
+        return write(writer, adapter, Reader(adapter, source, writer), progress)
 
 
-def _silent(done_tokens: int, total_tokens: int) -> None:
-    """The progress callback of who wants none."""
+def is_anchored(store: MemoryStore, name: str, otherwise: bool) -> bool:
+    """Whether the memory of this name, complete or in progress, has a rule with anchors, if there is one."""
+    before = store[name].manifest if name in store else manifest_of(store.records, name)
+    return otherwise if before is None else before.rule.anchors is not None
 
 
-def _same_or_raise(memory: Memory, draft: Manifest) -> Memory:
-    """The memory if it is what ``draft`` would give, else MemoryExistsError naming what differs."""
-    mine, own = memory.manifest.model_dump(), {"id", "created", "digest", "seal", "format_minor"}
-    differing = [key for key, value in draft.model_dump().items() if key not in own and value != mine[key]]
-    if not differing:
-        memory.open().close()  # one that is damaged must not pass for done
-        return memory
-    if "parts" in differing and (stored := _dtypes(memory.manifest)) != (wanted := _dtypes(draft)):
+def differences(manifest: Manifest, draft: Manifest) -> list[str]:
+    """The names of the fields in which a memory differs from what ``draft`` would give."""
+    mine, own = manifest.model_dump(), {"id", "created", "digest", "seal", "format_minor"}
+    return [key for key, value in draft.model_dump().items() if key not in own and value != mine[key]]
+
+
+def another_exists(manifest: Manifest, draft: Manifest, differing: list[str]) -> MemoryExistsError:
+    """What to raise where the memory of this name is another one."""
+    if "parts" in differing and (stored := _dtypes(manifest)) != (wanted := _dtypes(draft)):
         differing[differing.index("parts")] = f"dtype (stored as {stored}, not {wanted})"
-    raise MemoryExistsError(
+    return MemoryExistsError(
         f"The store holds another memory named {draft.name!r} already; it differs in {', '.join(differing)}. "
         "Remove it first, or choose another name."
     )
@@ -104,28 +113,37 @@ def _dtypes(manifest: Manifest) -> str:
     return " and ".join(sorted({spec.dtype for part, spec in token_parts(manifest).items()}))
 
 
+def write(writer: MemoryWriter, adapter: ModelAdapter, read: Read, progress: Progress | None) -> Memory:
+    """What is still missing of a memory, read in blocks of ``block_tokens``, and the memory completed."""
+    manifest = writer.manifest
+    with evaluating(adapter.model):
+        report = progress if progress is not None else _silent
+        report(writer.num_done, manifest.num_tokens)
+        for block in _blocks(adapter, manifest, writer.num_done, read, report):
+            writer.append(block)
+        return writer.finish()
+
+
+def _silent(done_tokens: int, total_tokens: int) -> None:
+    """The progress callback of who wants none."""
+
+
 def _blocks(
-    adapter: ModelAdapter,
-    source: Tensor,
-    manifest: Manifest,
-    writer: MemoryWriter,
-    report: Progress,
+    adapter: ModelAdapter, manifest: Manifest, done: int, read: Read, report: Progress
 ) -> Iterator[dict[str, memoryview]]:
-    """What is still missing of a memory, in blocks of ``manifest.block_tokens``."""
+    """The blocks after the first ``done`` tokens."""
     pending: dict[str, list[Tensor]] = {part: [] for part in token_parts(manifest)}
-    held, done = 0, writer.num_done
-    for group in _batches(plan(manifest.num_tokens, manifest.rule), manifest):
+    held = 0
+    for group in groups(manifest):
         if group[-1].keep_stop <= done:
             continue
-        read = _encode_group(adapter, source, group, manifest, writer)
-        for i, window in enumerate(group):
-            start = max(window.keep_start, done)
-            if start >= window.keep_stop:
+        for window, kept in zip(group, read(group), strict=True):
+            skip = max(done - window.keep_start, 0)
+            if skip >= window.keep_stop - window.keep_start:
                 continue
-            for part, rows in read.items():
-                kept = rows[i, start - window.start : window.keep_stop - window.start]
-                pending[part].append(kept.clone())  # a view would hold the whole window
-            held += window.keep_stop - start
+            for part, rows in kept.items():
+                pending[part].append(rows[skip:].clone())  # a view would hold the whole window
+            held += window.keep_stop - window.keep_start - skip
         last = group[-1].keep_stop == manifest.num_tokens
         while held >= manifest.block_tokens or (last and held):
             size = min(held, manifest.block_tokens)
@@ -138,36 +156,57 @@ def _blocks(
         report(group[-1].keep_stop, manifest.num_tokens)
 
 
-def _batches(windows: list[Window], manifest: Manifest) -> Iterator[list[Window]]:
-    """Windows that are read together: all have equal length. The first one stands alone if it has a lead of its own."""
-    alone = 1 if manifest.lead_ids else 0
-    if alone:
-        yield windows[:1]
-    for start in range(alone, len(windows), manifest.batch_size):
-        yield windows[start : start + manifest.batch_size]
+def groups(manifest: Manifest) -> Iterator[list[Window]]:
+    """Windows that are read together: all have equal length. The first one stands alone if it has a lead of its own,
+    and none is read with one from behind an anchor: so the company of each follows from what is near it, too."""
+    restarts, group = set(manifest.anchors), list[Window]()
+    for window in plan(manifest.num_tokens, manifest.rule, manifest.anchors):
+        alone = bool(group and group[0].start == 0 and manifest.lead_ids)
+        if group and (alone or len(group) == manifest.batch_size or window.keep_start in restarts):
+            yield group
+            group = []
+        group.append(window)
+    yield group
 
 
-def _encode_group(
-    adapter: ModelAdapter, source: Tensor, group: list[Window], manifest: Manifest, writer: MemoryWriter
-) -> dict[str, Tensor]:
-    """Parts [b, window tokens, *shape] of these windows on the CPU, in the stored dtype, or in float32 to be coded."""
-    if manifest.has_ids:
-        inputs = torch.stack([source[window.start : window.stop] for window in group])
-    else:
-        nth = group[0].start // manifest.rule.window
-        inputs = source[nth : nth + len(group)]
-    prefix, first = len(manifest.prefix_ids), group[0].start == 0
-    before = torch.tensor(manifest.prefix_ids + (manifest.lead_ids if first else ()), dtype=torch.long)
-    if len(before):
-        inputs = torch.cat((before.expand(len(group), -1), inputs), dim=1)
-    read = {
-        part: _finite(rows, manifest.parts[part], group[0])
-        for part, rows in adapter.encode(inputs.to(adapter.model.device)).items()
-    }
-    if prefix and first:
-        specs = {part: spec.prefix for part, spec in token_parts(manifest).items()}
-        writer.put_prefix({part: encoded(rows[0, :prefix], specs[part]) for part, rows in read.items()})
-    return {part: rows[:, len(before) :] for part, rows in read.items()}
+class Reader:
+    """Reads groups of windows with a model.
+
+    Gives for each window its parts {name: [kept tokens, *shape]} on the CPU, in the stored dtype, or in float32 to be
+    coded. ``num_read`` counts the windows.
+    """
+
+    def __init__(self, adapter: ModelAdapter, source: Tensor, writer: MemoryWriter) -> None:
+        self.adapter, self.source, self.writer = adapter, source, writer
+        self.num_read = 0
+
+    def __call__(self, group: list[Window]) -> list[dict[str, Tensor]]:
+        self.num_read += len(group)
+        manifest, first = self.writer.manifest, group[0].start == 0
+        if manifest.has_ids:
+            inputs = torch.stack([self.source[window.start : window.stop] for window in group])
+        else:
+            nth = group[0].start // manifest.rule.window
+            inputs = self.source[nth : nth + len(group)]
+        before = torch.tensor(manifest.prefix_ids + (manifest.lead_ids if first else ()), dtype=torch.long)
+        if len(before):
+            inputs = torch.cat((before.expand(len(group), -1), inputs), dim=1)
+        read = {
+            part: _finite(rows, manifest.parts[part], group[0])
+            for part, rows in self.adapter.encode(inputs.to(self.adapter.model.device)).items()
+        }
+        if manifest.prefix_ids and first:
+            specs = {part: spec.prefix for part, spec in token_parts(manifest).items()}
+            prefix = {part: rows[0, : len(manifest.prefix_ids)] for part, rows in read.items()}
+            self.writer.put_prefix({part: encoded(rows, specs[part]) for part, rows in prefix.items()})
+        skip = len(before)
+        return [
+            {
+                part: rows[i, skip + window.keep_start - window.start : skip + window.keep_stop - window.start]
+                for part, rows in read.items()
+            }
+            for i, window in enumerate(group)
+        ]
 
 
 def _finite(rows: Tensor, spec: PartSpec, window: Window) -> Tensor:

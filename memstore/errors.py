@@ -47,6 +47,10 @@ class StoreInUseError(StoreError):
     """A memory of this store is attached or open. Leave the attachment first."""
 
 
+class ExportError(StoreError):
+    """A folder cannot be exported to, or holds no exported memory, or files of one that cannot be read."""
+
+
 class FormatError(StoreError):
     """The store was written in a format this version cannot read, or its records do not parse. Install the version
     that wrote it, or restore the store from a copy."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from memstore.errors import FormatError
 
 # A version reads every format of its major, and of a newer minor what has nothing in it that it does not know: a memory
-# that has is refused by name, the others of its store are read. 1.1: parts in int8 and int4.
-FORMAT_MAJOR, FORMAT_MINOR = 1, 1
+# that has is refused by name, the others of its store are read. 1.1: parts in int8 and int4. 1.2: anchors.
+FORMAT_MAJOR, FORMAT_MINOR = 1, 2
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CODED_BITS = {"int8": 8, "int4": 4}  # of which int4 has an offset beside each scale
@@ -87,6 +97,9 @@ class WindowRule(BaseModel):
 
     ``context`` says which tokens of an overlap are kept: "both" sides (an encoder sees left and right, so the middle
     is kept) or "left" (a decoder sees only what came before, so the end is kept).
+
+    ``anchors``: how many tokens on either side of an anchor there are among which it stands out, or None where windows
+    follow from positions alone: see :func:`memstore.windows.anchors`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,6 +107,7 @@ class WindowRule(BaseModel):
     window: Count
     overlap: int = Field(ge=0, lt=2**31)
     context: Literal["both", "left"]
+    anchors: Count | None = None
 
 
 def _says_how_long_it_is(seal: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +138,7 @@ class Manifest(BaseModel):
     prefix_ids: tuple[int, ...] = ()  # read before every window and kept apart, as the sink
     closing_ids: tuple[int, ...] = ()  # what the chat template puts behind a prompt, which asks nothing
     lead_ids: tuple[int, ...] = ()  # read between the prefix and the first window, and not kept
+    anchors: tuple[Count, ...] = ()  # tokens at which windows begin anew, ascending
     batch_size: int = Field(gt=0, lt=2**63)
     device: str
     fingerprint: dict[str, JsonValue]
@@ -133,6 +148,13 @@ class Manifest(BaseModel):
     metadata: dict[str, JsonValue] = {}
     digest: str | None = None
     seal: Seal | None = None
+
+    @model_validator(mode="after")
+    def _anchors_ascend(self) -> Manifest:
+        places = (0, *self.anchors, self.num_tokens)
+        if self.anchors and any(a >= b for a, b in pairwise(places)):
+            raise ValueError("anchors do not ascend from the first token to the last")
+        return self
 
     @property
     def num_blocks(self) -> int:
@@ -152,8 +174,16 @@ class Manifest(BaseModel):
         """Tokens of block ``i``: ``block_tokens``, but for the last one."""
         return min(self.block_tokens, self.num_tokens - i * self.block_tokens)
 
+    def fields(self) -> dict[str, Any]:
+        """What is written of it: what an older minor version does not know only where it is used."""
+        fields = self.model_dump()
+        for owner, unused in ((fields, ()), (fields["rule"], None)):
+            if owner["anchors"] == unused:
+                del owner["anchors"]
+        return fields
+
     def pack(self) -> bytes:
-        packed: bytes = msgpack.packb(self.model_dump())
+        packed: bytes = msgpack.packb(self.fields())
         return packed
 
     @classmethod
@@ -161,9 +191,15 @@ class Manifest(BaseModel):
         """Raises FormatError for what is no manifest, or one of a newer major format."""
         try:
             raw = msgpack.unpackb(data, strict_map_key=True)
-            _check_major(raw)
+            raw["format_major"]
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise _no_manifest(error) from error
+        return cls.checked(raw)
+
+    @classmethod
+    def checked(cls, raw: dict[str, Any]) -> Manifest:
+        """A manifest of these fields. Raises FormatError, as :meth:`unpack` does."""
+        _check_major(raw)
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
@@ -214,7 +250,7 @@ class Facts(BaseModel):
 
 
 def _check_major(raw: dict[str, Any]) -> None:
-    major = raw["format_major"]
+    major = raw.get("format_major")
     if major != FORMAT_MAJOR:
         raise FormatError(
             f"Memory {raw.get('name')!r} has format {major}.{raw.get('format_minor')}; this version of memstore "

@@ -68,6 +68,11 @@ def checksum(value: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(value)
 
 
+def text_digest(text: str) -> str:
+    """What a manifest knows a text by, its ``document_digest``."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
 @dataclass(frozen=True)
 class Document:
     """What is kept of a document beside its vectors.

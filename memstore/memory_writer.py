@@ -79,6 +79,11 @@ class MemoryWriter:
                 self._blocks_done += 1
 
     @property
+    def num_blocks_done(self) -> int:
+        """Blocks committed so far."""
+        return self._blocks_done
+
+    @property
     def num_done(self) -> int:
         """Tokens committed so far."""
         return min(self._blocks_done * self.manifest.block_tokens, self.manifest.num_tokens)
@@ -128,6 +133,10 @@ class MemoryWriter:
             values[OFFSETS] = document.offsets.astype("<i4").tobytes()
         self._put({key: value for key, value in values.items() if self._stored(key) != value})
 
+    def digest(self) -> str:
+        """The hash over all that was committed, which a complete memory is known by."""
+        return content_digest(filter(is_value, self._records.keys()), self._stored_checksum)
+
     def finish(self) -> Memory:
         """Seal the memory and make it visible. Raises StoreError if a block or the prefix is missing."""
         keys = set(filter(is_value, self._records.keys()))
@@ -137,8 +146,7 @@ class MemoryWriter:
                 f"Memory {self.manifest.name!r} is not complete: it has {self.num_done} of {self.manifest.num_tokens} "
                 f"tokens, and lacks {missing[0]!r}."
             )
-        digest = content_digest(keys, self._stored_checksum)
-        memory = self._seal(self.manifest.model_copy(update={"digest": digest, "seal": self._records.seal()}))
+        memory = self._seal(self.manifest.model_copy(update={"digest": self.digest(), "seal": self._records.seal()}))
         self.close()
         return memory
 

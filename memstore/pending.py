@@ -32,19 +32,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWriter:
-    """A writer for ``draft``, or for what an interrupted writer of an equal manifest left."""
+def start(store: MemoryStore, draft: Manifest, document: Document, replacing: Manifest | None = None) -> MemoryWriter:
+    """A writer for ``draft``, or for what an interrupted writer of an equal manifest left.
+
+    replacing: a memory of this name, which stays as it is until the new one takes its place.
+    """
     records = store.records
     packed = _pack(draft, document)
     pending_key, sealed_key = key(PENDING, draft.name), key(SEALED, draft.name)
     while True:
-        if records.get(sealed_key) is not None:
+        current = records.get(sealed_key)
+        if current is not None and (replacing is None or Manifest.unpack(current).id != replacing.id):
             raise MemoryExistsError(
                 f"{records.path} already holds a memory named {draft.name!r}. Remove it, or choose another name."
             )
         value = records.get(pending_key)
         if value is None:
-            records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: None})
+            records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: current})
             continue
         manifest = Manifest.unpack(value)
         if not _same(manifest, draft):
@@ -52,12 +56,20 @@ def start(store: MemoryStore, draft: Manifest, document: Document) -> MemoryWrit
             continue
         lock = _acquire(records, manifest)
         try:
-            if records.commit({}, expect={pending_key: value, sealed_key: None}):  # inside a commit it is the newest
-                return _writer(store, manifest, value, document, lock)
+            if records.commit({}, expect={pending_key: value, sealed_key: current}):  # inside a commit it is the newest
+                return _writer(store, manifest, value, document, lock, current)
         except BaseException:
             lock.release()
             raise
         lock.release(discard=True)  # another process was faster: look again
+
+
+def manifest_of(records: RecordStore, name: str) -> Manifest | None:
+    """The manifest of a memory in progress, if there is one that can be read."""
+    with contextlib.suppress(DamagedMemoryError, FormatError):
+        value = records.get(key(PENDING, name)) if is_name(name) else None
+        return None if value is None else Manifest.unpack(value)
+    return None
 
 
 def drop(records: RecordStore, name: str) -> bool:
@@ -150,18 +162,25 @@ def _bury(records: RecordStore, tombstone: bytes) -> None:
         records.lock(index_lock(memory_id.decode()), wait=False).release(discard=True)
 
 
-def _writer(store: MemoryStore, manifest: Manifest, packed: bytes, document: Document, lock: Lock) -> MemoryWriter:
+def _writer(
+    store: MemoryStore, manifest: Manifest, packed: bytes, document: Document, lock: Lock, replaced: bytes | None
+) -> MemoryWriter:
     records = store.records
     capacity = manifest.vector_bytes + 128 * (manifest.num_blocks + 1) * len(manifest.parts)
     capacity += 4 * len(document.text or "") + 12 * manifest.num_tokens + 4096
 
     def seal(sealed: Manifest) -> Memory:
         pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
-        expect, value = {pending_key: packed, sealed_key: None}, sealed.pack()
+        tombstones = [] if replaced is None else [TOMBSTONE + Manifest.unpack(replaced).id.encode()]
+        value = sealed.pack()
         records.copy(manifest.id, sealed_key, value)
-        if not records.commit({sealed_key: value}, [pending_key], expect):
+        puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
+        if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
             raise StoreError(f"Memory {manifest.name!r} was removed while it was being written.")
         lock.release(discard=True)
+        for tombstone in tombstones:
+            with contextlib.suppress(StoreError):  # the next opening tries again
+                _bury(records, tombstone)
         logger.info("wrote memory %r: %d tokens in %d blocks", sealed.name, sealed.num_tokens, sealed.num_blocks)
         return Memory(store, sealed)
 

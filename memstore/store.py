@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from memstore.errors import (
     ConfigError,
     DamagedMemoryError,
     FormatError,
+    MemoryBusyError,
     MemoryNotFoundError,
     MemstoreError,
     StoreError,
@@ -29,6 +31,7 @@ from memstore.memory_writer import MemoryWriter
 
 if TYPE_CHECKING:
     from memstore.checking import CheckReport
+    from memstore.updating import Update
     from memstore.verify import VerifyResult
 
 Where = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
@@ -128,6 +131,13 @@ class MemoryStore:
                 raise self._not_found(name)
             return Memory(self, Manifest.unpack(value))
 
+    def get(self, name: str) -> Memory | None:
+        """The memory of this name, or None."""
+        try:
+            return self[name]
+        except MemoryNotFoundError:
+            return None
+
     def __delitem__(self, name: str) -> None:
         """Remove a memory, or what an interrupted encoding left under this name. Who has it open keeps reading.
 
@@ -140,6 +150,8 @@ class MemoryStore:
         try:
             while (value := self.records.get(sealed_key)) is not None:
                 if pending.remove(self.records, sealed_key, value, Manifest.unpack(value).id):
+                    with contextlib.suppress(MemoryBusyError):  # an update of it, which then finds nothing to replace
+                        pending.drop(self.records, name)
                     return
         except (DamagedMemoryError, FormatError):  # its id cannot be read, so its space stays taken
             self.records.commit({}, [sealed_key])
@@ -161,6 +173,7 @@ class MemoryStore:
         overlap: int | None = None,
         dtype: Any = None,
         batch_size: int | None = None,
+        anchors: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Memory:
         """Let ``model`` read a document and keep what it read under ``name``: see :func:`memstore.encode.encode`."""
@@ -179,9 +192,17 @@ class MemoryStore:
             overlap=overlap,
             dtype=dtype,
             batch_size=batch_size,
+            anchors=anchors,
             progress=progress,
         )
         return memory
+
+    def update(self, model: Any, tokenizer: Any, text: str, *, name: str, **options: Any) -> Update:
+        """Keep what ``model`` reads of a text in the place of what it read of an earlier version, and read only what
+        changed: see :func:`memstore.updating.update`."""
+        from memstore.updating import update
+
+        return update(self, model, tokenizer, text, name=name, **options)
 
     def reindex(
         self, name: str, backend: str | None = None, options: Mapping[str, Any] | None = None
@@ -231,15 +252,30 @@ class MemoryStore:
 
         return verify(self, name)
 
-    def create(self, manifest: Manifest, document: Document) -> MemoryWriter:
+    def export(self, folder: str | os.PathLike[str], *names: str) -> list[Path]:
+        """Write memories, by default all, as safetensors and JSON into folders of their own in ``folder``, which are
+        returned: see :func:`memstore.exporting.export_memory`. Indexes are not exported: they can be built again."""
+        from memstore.exporting import export_memory
+
+        memories = [self[name] for name in names] if names else self.memories()
+        return [export_memory(memory, Path(folder)) for memory in memories]
+
+    def import_from(self, folder: str | os.PathLike[str]) -> list[Memory]:
+        """Bring in all memories that were exported to ``folder``: see :func:`memstore.importing.import_memory`."""
+        from memstore.importing import exported, import_memory
+
+        return [import_memory(self, each) for each in exported(Path(folder))]
+
+    def create(self, manifest: Manifest, document: Document, replacing: Manifest | None = None) -> MemoryWriter:
         """Start a memory, or resume the one that an interrupted call with an equal manifest left.
 
         ``manifest`` is a draft with a new ``id`` and neither ``seal`` nor ``digest``; that of the writer returned may
-        have an earlier ``id`` and ``created``. What is left of another manifest of this name is dropped. Raises
+        have an earlier ``id`` and ``created``. What is left of another manifest of this name is dropped.
+        ``replacing``: the complete memory of this name, which the new one replaces once it is complete. Raises
         MemoryExistsError, MemoryBusyError, DocumentError, StoreFullError, ReadOnlyStoreError.
         """
         self.check_writable()
-        return pending.start(self, manifest, document)
+        return pending.start(self, manifest, document, replacing)
 
     def reader(self, manifest: Manifest) -> RecordReader:
         """The sealed records of a memory. Raises DamagedMemoryError, MemoryNotFoundError."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memstore.errors import ConfigError, DocumentError
 from memstore.manifest import WindowRule
-from memstore.windows import Window, plan
+from memstore.windows import SPAN, Window, anchors, plan
 
 Context = Literal["both", "left"]
 CONTEXTS: list[Context] = ["both", "left"]
@@ -94,3 +95,100 @@ def test_an_overlap_that_does_not_advance(overlap: int) -> None:
 def test_no_tokens() -> None:
     with pytest.raises(DocumentError):
         plan(0, rule(8, 4, "left"))
+
+
+@st.composite
+def anchored(draw: st.DrawFn) -> tuple[int, WindowRule, list[int]]:
+    num_tokens, cut = draw(cases())
+    places = draw(st.sets(st.integers(1, num_tokens - 1), max_size=6)) if num_tokens > 1 else set()
+    return num_tokens, cut, sorted(places)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(anchored())
+def test_windows_begin_anew_at_anchors_with_as_much_in_sight(case: tuple[int, WindowRule, list[int]]) -> None:
+    num_tokens, cut, places = case
+    windows = plan(num_tokens, cut, places)
+    assert (windows[0].keep_start, windows[-1].keep_stop) == (0, num_tokens)
+    assert all(a.keep_stop == b.keep_start for a, b in pairwise(windows))
+    left, right = (cut.overlap, 0) if cut.context == "left" else (cut.overlap // 2, -(-cut.overlap // 2))
+    for w in windows:
+        assert 0 <= w.start <= w.keep_start < w.keep_stop <= w.stop <= num_tokens
+        assert w.stop - w.start == min(cut.window, num_tokens)
+        assert w.keep_start - w.start >= left or w.start == 0
+        assert w.stop - w.keep_stop >= right or w.stop == num_tokens
+    if num_tokens > cut.window:
+        assert set(places) <= {w.keep_start for w in windows}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(anchored(), st.integers(1, 50))
+def test_what_comes_before_an_anchor_does_not_change_how_windows_lie_after_it(
+    case: tuple[int, WindowRule, list[int]], added: int
+) -> None:
+    num_tokens, cut, places = case
+    before = 2 * cut.window  # so that the anchor is no nearer to the start than a window
+    n, here = num_tokens + before, [before, *(place + before for place in places)]
+    longer = [before + added, *(place + before + added for place in places)]
+
+    def after(windows: list[Window], anchor: int) -> list[Window]:
+        return [Window(*(place - anchor for place in w)) for w in windows if w.keep_start >= anchor]
+
+    assert after(plan(n, cut, here), before) == after(plan(n + added, cut, longer), before + added)
+
+
+REACH = 64
+ANCHORED = WindowRule(window=32, overlap=16, context="left", anchors=REACH)
+
+
+def naive(ids: np.ndarray[Any, Any], reach: int) -> list[int]:
+    """The definition, with Python's whole numbers."""
+    mask = (1 << 64) - 1
+
+    def mixed(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    def hashed(i: int) -> int:
+        if i + SPAN > len(ids):
+            return mask
+        total = 0
+        for token in ids[i : i + SPAN].tolist():
+            total = (total * 0x9E3779B97F4A7C15 + mixed(token)) & mask
+        return mixed(total)
+
+    hashes = [hashed(i) for i in range(len(ids))]
+    return [
+        i
+        for i in range(reach, len(ids) - reach)
+        if hashes[i] < min(hashes[i - reach : i] + hashes[i + 1 : i + reach + 1])
+    ]
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 128, 129, 130, 500, 1500])
+def test_anchors_are_what_their_definition_says(n: int) -> None:
+    ids = np.random.default_rng(n).integers(0, 50_000, n).astype(np.int32)
+    assert list(anchors(ids, ANCHORED)) == (naive(ids, REACH) if n > 2 * REACH else [])
+    assert anchors(ids, ANCHORED.model_copy(update={"anchors": None})) == ()
+
+
+def test_anchors_are_as_far_apart_as_is_said() -> None:
+    ids = np.random.default_rng(7).integers(0, 50_000, 1_000_000).astype(np.int32)
+    places = anchors(ids, ANCHORED)
+    gaps = np.diff([0, *places, len(ids)])
+    assert gaps.min() >= REACH and gaps.mean() == pytest.approx(2 * REACH, rel=0.05)
+    assert anchors(np.zeros(5000, np.int32), ANCHORED) == ()  # nothing stands out
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**32), st.integers(0, 1900), st.integers(0, 60), st.integers(0, 60))
+def test_an_edit_changes_anchors_near_it_alone(seed: int, at: int, lost: int, added: int) -> None:
+    chance = np.random.default_rng(seed)
+    old = chance.integers(0, 500, 2000).astype(np.int32)
+    new = np.concatenate((old[:at], chance.integers(0, 500, added).astype(np.int32), old[at + lost :]))
+    shift, near = len(new) - len(old), REACH + SPAN
+    before, after = anchors(old, ANCHORED), anchors(new, ANCHORED)
+    assert [a for a in before if a < at - near] == [a for a in after if a < at - near]
+    far = [a + shift for a in before if near + at + lost <= a < 2000 - REACH]
+    assert far == [a for a in after if a >= at + added + near]

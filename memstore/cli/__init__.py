@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import memstore
-from memstore.cli import check, config, demo, generate, index, library, plugins, reindex
+from memstore.cli import check, config, demo, exchange, generate, index, library, plugins, reindex, sync
 from memstore.cli.common import logged, reporting
 from memstore.config import command_line
 
@@ -56,10 +56,13 @@ def options(
 
 
 app.command("index")(reporting(index.index))
+app.command("sync")(reporting(sync.sync))
 app.command("list")(reporting(library.list_memories))
 app.command("show")(reporting(library.show))
 app.command("remove")(reporting(library.remove))
 app.command("verify")(reporting(library.verify))
+app.command("export")(reporting(exchange.export))
+app.command("import")(reporting(exchange.import_memories))
 app.command("reindex")(reporting(reindex.reindex))
 app.command("check")(reporting(check.check))
 app.command("generate")(reporting(generate.generate))

@@ -27,11 +27,23 @@ from memstore.cli.common import (
     write_json,
 )
 from memstore.errors import DocumentError, MemstoreError
+from memstore.syncing import refresh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from memstore.store import MemoryStore
+    from memstore.updating import Update
+
+
+StoredAsOption = Annotated[
+    Literal["float32", "float16", "bfloat16", "int8", "int4"] | None,
+    typer.Option(
+        "--stored-as",
+        help="How vectors are kept; int8 and int4 for decoder-only models. Default: as the model computes.",
+        show_default=False,
+    ),
+]
 
 
 def index(
@@ -48,16 +60,13 @@ def index(
     store: StoreOption = None,
     name: Annotated[str | None, typer.Option(help="Name of the memory, for a single file.", show_default=False)] = None,
     dtype: DtypeOption = "float32",
-    stored_as: Annotated[
-        Literal["float32", "float16", "bfloat16", "int8", "int4"] | None,
-        typer.Option(
-            help="How vectors are kept; int8 and int4 for decoder-only models. Default: as the model computes.",
-            show_default=False,
-        ),
-    ] = None,
+    stored_as: StoredAsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read documents with a model and keep what was read."""
+    """Read documents with a model and keep what was read.
+
+    Of a file that changed since, only what changed is read again.
+    """
     if name is not None and (len(files) > 1 or Path(files[0]).is_dir()):
         raise typer.BadParameter("names a single file, not several.", param_hint="--name")
     found = documents.find(files)
@@ -84,21 +93,27 @@ def index(
             loaded, tokenizer, opened = reader
             try:
                 with ReadingProgress(document.name) as progress:
-                    memory = opened.encode(
-                        loaded, tokenizer, text, name=document.name, dtype=stored_as, progress=progress
-                    )
+                    update = refresh(opened, loaded, tokenizer, document, text, dtype=stored_as, progress=progress)
             except MemstoreError as error:
                 fail(document, error)
                 continue
-            indexed.append({"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes})
+            memory = update.memory
+            facts = {"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes}
+            indexed.append({**facts, "windows": update.num_windows, "reused": update.num_reused})
             if not as_json:
-                out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}", soft_wrap=True)
+                words = f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}{reused(update)}"
+                out.print(words, soft_wrap=True)
     if as_json:
         write_json({"indexed": indexed, "failed": failed})
     if failed:
         if len(found) > 1:
             complain(f"{len(failed)} of {len(found)} documents could not be indexed.")
         raise typer.Exit(1)
+
+
+def reused(update: Update) -> str:
+    """How much of a document need not be read, in words; nothing of one that was all read."""
+    return f", {update.num_reused:,} of {update.num_windows:,} windows reused" if update.num_reused else ""
 
 
 class ReadingProgress:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -73,16 +74,35 @@ def test_one_failing_file_does_not_stop_the_others(run: Run, folder: Path, model
     assert names(tmp_path / "store") == ["genesis", "letters/first"]
 
 
-def test_the_same_document_again_changes_nothing_but_another_is_refused(
+def test_a_changed_file_is_read_again_and_the_same_again_is_not(
     run: Run, folder: Path, model: Path, tmp_path: Path
 ) -> None:
-    common = (folder / "genesis.txt", "--model", model, "--store", tmp_path / "store")
-    assert run("index", *common).exit_code == 0
-    assert run("index", *common).exit_code == 0
-    (folder / "genesis.txt").write_text("In the end.")
-    result = run("index", *common)
-    assert result.exit_code == 1
-    assert "genesis" in result.stderr
+    long = "".join(np.random.default_rng(0).choice(list("abcdefgh ,."), 12_000))
+    (folder / "genesis.txt").write_text(long)
+    command = ("index", folder / "genesis.txt", "--model", model, "--store", tmp_path / "store")
+    assert "reused" not in run(*command).stdout
+    (folder / "genesis.txt").write_text(long[:6000] + "inserted" + long[6000:])
+    (facts,) = json.loads(run(*command, "--json").stdout)["indexed"]
+    assert facts["num_tokens"] == 12_008 and 0 < facts["reused"] < facts["windows"]
+    result = run(*command)
+    assert f"{facts['windows']} of {facts['windows']} windows reused" in result.stdout and "read" not in result.stderr
+    with memstore.open(tmp_path / "store", "r") as store:
+        assert store["genesis"].text == long[:6000] + "inserted" + long[6000:]
+        assert store["genesis"].metadata == {"source": str(folder / "genesis.txt")}
+
+
+def test_another_file_of_the_same_name_is_refused(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    common = ("--model", model, "--store", tmp_path / "store")
+    assert run("index", folder / "genesis.txt", *common).exit_code == 0
+    (tmp_path / "genesis.txt").write_bytes(GENESIS.encode())
+    assert run("index", tmp_path / "genesis.txt", *common).exit_code == 0  # the same text
+    (tmp_path / "genesis.txt").write_text("In the end.")
+    for path, stdin in ((tmp_path / "genesis.txt", None), ("-", b"In the end.")):
+        result = run("index", path, *common, "--name", "genesis", stdin=stdin)
+        assert result.exit_code == 1
+        assert "'genesis'" in result.stderr and str(folder / "genesis.txt") in result.stderr.replace("\n", "")
+    with memstore.open(tmp_path / "store", "r") as store:
+        assert store["genesis"].text == GENESIS
 
 
 @pytest.mark.parametrize("files", [["a.txt", "b.txt"], ["."]])

@@ -17,9 +17,21 @@ DRAFT = {"id": "0" * 32, "name": "né", "seal": None, "digest": None, "has_text"
 
 
 @pytest.mark.parametrize(
-    "arguments", [["list"], ["show", "genesis"], ["verify"], ["remove", "genesis"], ["plugins"], ["config", "show"]]
+    "arguments",
+    [
+        ["list"],
+        ["show", "genesis"],
+        ["verify"],
+        ["remove", "genesis"],
+        ["export", "genesis", "out"],
+        ["import", "exported"],
+        ["plugins"],
+        ["config", "show"],
+    ],
 )
 def test_a_command_works_where_torch_cannot_be_imported(library: Path, tmp_path: Path, arguments: list[str]) -> None:
+    with memstore.open(library, "r") as store:
+        store.export(tmp_path / "exported")
     for package in ("torch", "transformers"):
         (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package} was imported')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -1,0 +1,78 @@
+"""``memstore export`` and ``memstore import``: memories as safetensors and JSON. Neither loads torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memstore.cli.common import JsonOption, StoreOption, complain, err, matching, open_store, out, size, write_json
+from memstore.errors import MemstoreError
+
+
+def export(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME…", help="Memories of the store, or patterns such as '*'.", show_default=False),
+    ],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="Where each gets a folder of its own; made if missing."),
+    ],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write memories as safetensors and JSON, for other programs or another store. Indexes are not among it."""
+    from memstore.exporting import export_memory
+
+    done: list[dict[str, str]] = []
+    failed: list[dict[str, str]] = []
+    with open_store(store, "r") as opened:
+        for memory in {each.name: each for name in names for each in matching(opened, name) or [opened[name]]}.values():
+            try:
+                with err.status(f"Exporting {memory.name} …"):
+                    path = export_memory(memory, folder)
+            except MemstoreError as error:
+                complain(str(error))
+                failed.append({"name": memory.name, "error": str(error)})
+                continue
+            done.append({"name": memory.name, "folder": str(path)})
+            if not as_json:
+                out.print(f"{memory.name}: {path}", soft_wrap=True)
+    if as_json:
+        write_json({"exported": done, "failed": failed})
+    if failed:
+        raise typer.Exit(1)
+
+
+def import_memories(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="What `memstore export` wrote to, or one of the folders in it."),
+    ],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring exported memories into a store, under their own names. Those that are there already stay as they are."""
+    from memstore.importing import exported, import_memory
+
+    done: list[dict[str, object]] = []
+    failed: list[dict[str, str]] = []
+    found = exported(folder)  # a wrong path must not leave an empty store
+    with open_store(store, "a") as opened:
+        for path in found:
+            try:
+                with err.status(f"Importing {path} …"):
+                    memory = import_memory(opened, path)
+            except MemstoreError as error:
+                complain(str(error))
+                failed.append({"folder": str(path), "error": str(error)})
+                continue
+            done.append({"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes})
+            if not as_json:
+                out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}", soft_wrap=True)
+    if as_json:
+        write_json({"imported": done, "failed": failed})
+    if failed:
+        raise typer.Exit(1)

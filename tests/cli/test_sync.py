@@ -1,0 +1,111 @@
+"""``memstore sync``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memstore
+from tests.cli.conftest import GENESIS, Run
+
+
+@pytest.fixture
+def sync(run: Run, folder: Path, model: Path, tmp_path: Path) -> Any:
+    """Run sync of the folder; gives its JSON document."""
+
+    def sync(*options: object, expect: int = 0) -> dict[str, Any]:
+        result = run("sync", folder, "--model", model, "--store", tmp_path / "store", "--json", *options)
+        assert result.exit_code == expect, result.stderr
+        document: dict[str, Any] = json.loads(result.stdout)
+        return document
+
+    return sync
+
+
+def names(facts: list[dict[str, Any]]) -> list[str]:
+    return [each["name"] for each in facts]
+
+
+def texts(store: Path) -> dict[str, str | None]:
+    with memstore.open(store, "r") as opened:
+        return {memory.name: memory.text for memory in opened.memories()}
+
+
+def test_a_folder_is_kept_up_with(sync: Any, folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    plan = sync("--dry-run")
+    assert names(plan["added"]) == ["genesis", "letters/first"] and plan["dry_run"] and not store.exists()
+    assert names(sync()["added"]) == ["genesis", "letters/first"]
+    done = sync()
+    assert (done["added"], done["changed"], done["removed"]) == ([], [], [])
+    assert done["unchanged"] == ["genesis", "letters/first"]
+    (folder / "genesis.txt").write_bytes(GENESIS.encode() + b"The end.")
+    (folder / "letters" / "first.md").unlink()
+    (folder / "exodus.txt").write_text("These are the names.")
+    before = texts(store)
+    plan = sync("--dry-run")
+    assert (names(plan["added"]), names(plan["changed"])) == (["exodus"], ["genesis"])
+    assert plan["removed"] == ["letters/first"] and texts(store) == before
+    done = sync()
+    assert {key: names(done[key]) for key in ("added", "changed")} == {"added": ["exodus"], "changed": ["genesis"]}
+    assert (done["removed"], done["failed"]) == (["letters/first"], [])
+    assert texts(store) == {"exodus": "These are the names.", "genesis": GENESIS + "The end."}
+
+
+def test_only_what_sync_of_this_folder_made_is_removed_or_replaced(
+    run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    common = ("--model", model, "--store", tmp_path / "store")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "ruth.txt").write_text("Whither thou goest.")
+    (tmp_path / "other" / "exodus.txt").write_text("These are the names.")
+    assert run("sync", tmp_path / "other", *common).exit_code == 0
+    assert run("index", folder / "genesis.txt", *common).exit_code == 0
+    (folder / "exodus.txt").write_text("Another book of this name.")
+    done = sync(expect=1)
+    assert names(done["added"]) == ["letters/first"] and done["unchanged"] == ["genesis"] and done["removed"] == []
+    assert names(done["failed"]) == ["exodus"] and str(tmp_path / "other") in done["failed"][0]["error"]
+    (folder / "genesis.txt").unlink()  # which was indexed, not synchronised
+    (folder / "exodus.txt").unlink()
+    done = sync()
+    assert done["removed"] == []
+    assert sorted(texts(tmp_path / "store")) == ["exodus", "genesis", "letters/first", "ruth"]
+
+
+def test_a_file_that_cannot_be_read_is_not_gone(sync: Any, folder: Path, tmp_path: Path) -> None:
+    sync()
+    (folder / "genesis.txt").write_bytes(b"abc\xff")
+    done = sync(expect=1)
+    assert names(done["failed"]) == ["genesis"] and "not UTF-8" in done["failed"][0]["error"]
+    assert texts(tmp_path / "store")["genesis"] == GENESIS
+    (folder / "genesis.txt").rename(folder / "genesis.md")  # another file, the same document
+    (folder / "genesis.md").write_text("In the end.")
+    assert names(sync()["changed"]) == ["genesis"]
+    assert texts(tmp_path / "store")["genesis"] == "In the end."
+
+
+def test_an_empty_or_missing_folder_removes_nothing(sync: Any, folder: Path, tmp_path: Path) -> None:
+    """It may only be that its disk is not mounted."""
+    sync()
+    folder.rename(tmp_path / "elsewhere")
+    assert "is no folder" in sync(expect=1)["error"]
+    folder.mkdir()
+    assert "holds no text file" in sync(expect=1)["error"]
+    assert sorted(texts(tmp_path / "store")) == ["genesis", "letters/first"]
+
+
+def test_people_are_told_what_was_done(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    command = ("sync", folder, "--model", model, "--store", tmp_path / "store")
+    lines = run(*command, "--dry-run").stdout.splitlines()
+    assert lines == [
+        "would be added: genesis",
+        "would be added: letters/first",
+        "2 added, 0 changed, 0 removed, 0 unchanged (dry run)",
+    ]
+    assert run(*command).stdout.splitlines()[0] == "added genesis"
+    (folder / "letters" / "first.md").unlink()
+    lines = run("sync", folder, "--model", "/no/model", "--store", tmp_path / "store").stdout.splitlines()
+    assert lines == ["removed letters/first", "0 added, 0 changed, 1 removed, 1 unchanged"]
