@@ -263,6 +263,8 @@ def _no_manifest(error: Exception) -> FormatError:
 
 
 def _not_valid(raw: dict[str, Any], error: ValidationError) -> FormatError:
+    if not isinstance(raw.get("name"), str):
+        return _no_manifest(error)
     return FormatError(
         f"The manifest of memory {raw.get('name')!r} is not valid: {error}. Restore the store from a copy, or remove "
         "the memory and encode its document again."

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from memstore.store import MemoryStore
 
-Verify = Literal["open", "lazy", "off"]
+Verify = Literal["open", "lazy", "anew", "off"]
 Int32 = npt.NDArray[np.int32]
 
 TEXT, TOKEN_IDS, OFFSETS = b"dtext", b"dids", b"doffsets"
@@ -140,7 +140,7 @@ class Memory:
 
     def open(self, verify: Verify = "lazy") -> OpenMemory:
         """Open the vectors for reading. ``verify``: check all checksums now ("open"), each value's at its first touch
-        in this process ("lazy"), or none ("off").
+        in this process ("lazy") or after this opening ("anew", for who writes it elsewhere), or none ("off").
 
         Raises DamagedMemoryError if the file is not as it was sealed, MemoryNotFoundError if it has been removed.
         """
@@ -231,7 +231,8 @@ class OpenMemory:
         if blocks > len(self.keys):  # before anything is counted or made by what the manifest says
             self.close()
             raise self._damaged(f"it has {len(self.keys)} records, and its manifest speaks of {blocks} blocks")
-        self._checked = _checked.setdefault((str(memory.store.path), self.manifest.id), set())
+        known = _checked.setdefault((str(memory.store.path), self.manifest.id), set())
+        self._checked = set() if verify == "anew" else known
         if verify == "open":
             try:
                 for key in sorted(self.keys):

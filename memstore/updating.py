@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +96,7 @@ def update(
     differing = differences(before.manifest, draft)
     if not set(differing) <= DOCUMENT:
         raise another_exists(before.manifest, draft, differing)
-    with before.open() as opened:
+    with before.open("anew") as opened:  # what is damaged must not get a checksum of its own
         if not differing:
             return Update(before, num_windows, 0)
         assert document.token_ids is not None
@@ -163,8 +162,4 @@ class Earlier:
 def _read_of(group: list[Window], ids: Int32, manifest: Manifest) -> Any:
     """All that the model is given to read a group, but for the prefix of all."""
     lead = manifest.lead_ids if group[0].start == 0 else None
-    return (
-        lead,
-        [window.stop - window.start for window in group],
-        np.concatenate([ids[window.start : window.stop] for window in group]).tobytes(),
-    )
+    return lead, tuple(ids[window.start : window.stop].tobytes() for window in group)

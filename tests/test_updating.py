@@ -96,6 +96,7 @@ def test_what_is_stored_otherwise_is_byte_identical_too(library, llama, tokenize
 
 def test_encoder_states_too(library, tokenizer):
     model = build("bart")
+    model.resize_token_embeddings(300)
     library.update(model, tokenizer, text(), name="doc", window=WINDOW)
     for edit in ("a word longer", "more at the start"):
         new = EDITS[edit](text())
@@ -179,7 +180,7 @@ def test_another_model_or_dtype_replaces_nothing(library, llama, tokenizer):
     new = EDITS["another word"](text())
     for model, options, differing in (
         (tiny.llama(seed=1), {"window": WINDOW}, "fingerprint"),
-        (llama, {"window": WINDOW, "dtype": "float16"}, "parts"),
+        (llama, {"window": WINDOW, "dtype": "float16"}, "dtype"),
         (llama, {"window": 32}, "rule"),
     ):
         with pytest.raises(MemoryExistsError, match=f"differs in .*{differing}"):

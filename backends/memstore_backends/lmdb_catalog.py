@@ -58,7 +58,7 @@ def translated(path: Path) -> Iterator[None]:
 def _is_full(path: Path) -> bool:
     """LMDB reports EIO when the disk takes only a part of what it writes."""
     disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize < 1 << 20
+    return disk.f_bavail * disk.f_frsize < 64 << 20
 
 
 def _is_closed(path: Path) -> bool:

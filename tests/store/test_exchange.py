@@ -32,7 +32,7 @@ from memstore.errors import (
     StoreBusyError,
     StoreFullError,
 )
-from memstore.manifest import Manifest
+from memstore.manifest import LAST_SECOND, Manifest
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
 from memstore.store import MemoryStore
@@ -306,11 +306,11 @@ def forge(folder: Path, **changes: Any) -> None:
 
 LARGE = {"shape": [1 << 20], "dtype": "float32"}
 FORGED: list[tuple[dict[str, Any], type[MemstoreError], str | None]] = [
-    ({"num_tokens": 10**15}, FormatError, "records that no store can hold"),
+    ({"num_tokens": 10**15}, FormatError, "less than"),
     ({"num_tokens": 10**8}, DamagedMemoryError, "its tensors have"),
     ({"num_tokens": 10**40}, MemstoreError, None),
-    ({"block_tokens": 10**12, "num_tokens": 10**12}, FormatError, "records that no store can hold"),
-    ({"parts": {"large": {"shape": [2**62, 2**62], "dtype": "float32"}}}, FormatError, "no store can hold"),
+    ({"block_tokens": 10**12, "num_tokens": 10**12}, FormatError, "less than"),
+    ({"parts": {"large": {"shape": [2**62, 2**62], "dtype": "float32"}}}, FormatError, "less than"),
     ({"parts": {"large": {"shape": [-4, -10], "dtype": "float32"}}}, FormatError, "greater than 0"),
     ({"parts": {"../../x": {"shape": [40], "dtype": "float32"}}}, DamagedMemoryError, "prefix.safetensors is damaged"),
     ({"parts": {"\ud800": {"shape": [40], "dtype": "float32"}}}, MemstoreError, None),
@@ -432,7 +432,9 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drafts")
 
 
-@given(metadata=st.dictionaries(st.text(), json_values, max_size=4), created=st.floats(0, 1e12))
+@given(
+    metadata=st.dictionaries(st.text(), json_values, max_size=4), created=st.floats(0, LAST_SECOND, exclude_max=True)
+)
 def test_any_manifest_comes_back_as_the_same_bytes(draft_folder: Path, metadata: Any, created: float) -> None:
     manifest = making.manifest(metadata=metadata, created=created, digest="0" * 32, fingerprint=metadata)
     facts = manifest.model_dump(exclude=exchange.OWN)

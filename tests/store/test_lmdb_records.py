@@ -198,7 +198,7 @@ def test_a_file_of_another_lmdb_is_refused(records: LmdbRecords) -> None:
     seal: dict[str, Any] = {"nbytes": (folder / "data.mdb").stat().st_size, "structure": ""}
     with pytest.raises(DamagedMemoryError, match="LMDB 0.9|page size"):
         records.reader(ID, seal)
-    with pytest.raises(DamagedMemoryError):
+    with pytest.raises(FormatError, match="LMDB 0.9"):
         records.writer(ID, 1)
 
 
