@@ -27,9 +27,9 @@ _CHECKSUM = 16
 
 
 def write_copy(folder: Path, key: bytes, value: bytes) -> None:
-    """Keep a record in a memory's folder, whole or not at all."""
+    """Keep a record in a memory's folder, whole or not at all. Only who holds the memory's lock may."""
     packed: bytes = msgpack.packb((key, value))
-    temporary = folder / f".{COPY}.{uuid.uuid4().hex}"
+    temporary = folder / f".{COPY}"  # what a killed process left of it is written over
     try:
         with temporary.open("wb") as file:
             file.write(xxhash.xxh3_128_digest(packed) + packed)

@@ -28,7 +28,7 @@ from tests.faults.server import shim, tell
 State = dict[str, Any]
 
 COMMANDS = get_command(app)  # as main makes it at every call
-KEPT_WITH_A_MEMORY = {"data.mdb", "queries.safetensors"}
+KEPT_WITH_A_MEMORY = {"data.mdb", "record", "queries.safetensors"}
 
 
 def prepare(model: str) -> None:

@@ -69,7 +69,7 @@ def test_another_model_repairs_nothing_and_costs_nothing(library: MemoryStore, e
 def test_a_damaged_index_is_noted_and_built_anew(library: MemoryStore, encoded: dict[str, Any]) -> None:
     reindex(library["ids"], "hnsw", {"m": 8})
     (file,) = library.path.glob("memories/*/indexes/*/*")
-    file.write_bytes(b"\0" + file.read_bytes()[1:])
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     (result,) = library.verify("ids")
     assert result.ok and "The index 'hnsw'" in result.caches[0] and "is damaged" in result.caches[0]
     (result,) = library.verify("ids", repair=True)
