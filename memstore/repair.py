@@ -96,6 +96,7 @@ def _read_anew(memory: Memory, result: VerifyResult, model: Any, tokenizer: Any)
             overlap=manifest.rule.overlap,
             dtype=next(iter(manifest.parts.values())).dtype,
             batch_size=manifest.batch_size,
+            anchors=manifest.rule.anchors is not None,
             **source,
         )
         if not pending.replace(store.records, memory.name, temporary):

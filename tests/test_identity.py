@@ -152,7 +152,7 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(memory, change):
     [
         ({"window": 32}, "rule"),
         ({"overlap": 16}, "rule"),
-        ({"dtype": "float16"}, "parts"),
+        ({"dtype": "float16"}, "dtype"),
         ({"batch_size": 2}, "batch"),
     ],
     ids=str,

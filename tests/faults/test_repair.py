@@ -21,15 +21,16 @@ TEXT = "In the beginning was the Word, and the Word was with God.\n" * 12
 
 @pytest.fixture
 def encoded(library: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Two memories in blocks of 256 tokens, of ids and of a text, with the models that wrote them."""
+    """Three memories in blocks of 256 tokens, of ids and of a text, with the models that wrote them."""
     monkeypatch.setattr(describe, "BLOCK_BYTES", 1)
     bart, llama = build("bart"), tiny.llama()
     library.encode(bart, input_ids=tokens(600), name="ids", metadata={"year": 1})
     library.encode(llama, tiny.tokenizer(), TEXT, name="text", window=64)
-    return {"ids": (bart, None), "text": (llama, tiny.tokenizer())}
+    library.encode(llama, tiny.tokenizer(), TEXT, name="anchored", window=64, anchors=True)
+    return {"ids": (bart, None), "text": (llama, tiny.tokenizer()), "anchored": (llama, tiny.tokenizer())}
 
 
-@pytest.mark.parametrize("name", ["ids", "text"])
+@pytest.mark.parametrize("name", ["ids", "text", "anchored"])
 def test_vectors_are_read_anew_to_the_same_bytes(library: MemoryStore, encoded: dict[str, Any], name: str) -> None:
     memory, (model, tokenizer) = library[name], encoded[name]
     part = next(part for part, spec in memory.manifest.parts.items() if spec.every == 1)
@@ -45,7 +46,8 @@ def test_vectors_are_read_anew_to_the_same_bytes(library: MemoryStore, encoded: 
     assert contents(again) == before
     assert (again.metadata, again.name) == (memory.metadata, name)
     assert library.names() == sorted([name, *others])
-    assert len(list(library.path.glob("memories/*"))) == 2
+    assert (again.manifest.rule, again.manifest.anchors) == (memory.manifest.rule, memory.manifest.anchors)
+    assert len(list(library.path.glob("memories/*"))) == 3
     if name == "ids":
         (record,) = library.indexes(name)
         assert (record.options["m"], record.tuned) == (8, {"ef_search": 64})
@@ -58,7 +60,7 @@ def test_another_model_repairs_nothing_and_costs_nothing(library: MemoryStore, e
     damage(memory, block_key("hidden", 1))
     (result,) = library.verify("ids", repair=True, model=build("bart", seed=1))
     assert not result.ok and "the model given is not the one that wrote it: weights" in result.problems[-1]
-    assert library.names() == ["ids", "text"]
+    assert library.names() == ["anchored", "ids", "text"]
     assert library["ids"].manifest == memory.manifest
     with library["ids"].open() as opened:  # what was whole is as it was
         opened.block("hidden", 0)
