@@ -45,9 +45,9 @@ def sync(
     """
     try:
         with open_store(store, "r") as opened:
-            found = compare(opened, folder)
+            found, exists = compare(opened, folder), True
     except StoreNotFoundError:
-        found = compare(None, folder)
+        found, exists = compare(None, folder), False
     done: dict[str, Any] = {"added": [], "changed": [], "removed": [], "failed": []}
 
     def fail(name: str, error: MemstoreError) -> None:
@@ -58,7 +58,7 @@ def sync(
         fail(document.name, error)
     if dry_run:
         _tell(found, done, as_json)
-    elif found.added or found.changed or found.removed:
+    elif exists or found.added:  # also with nothing to do: what a killed process left goes
         reading = found.added + found.changed
         loaded = load_model(model, dtype) if reading else None
         with open_store(store, "a") as opened:

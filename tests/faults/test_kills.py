@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.killing import Trial
-from tests.faults.operations import OPERATIONS
+from tests.faults.operations import KILLS, OPERATIONS
 from tests.faults.server import Server
 
 
@@ -35,8 +35,8 @@ def test_a_command_that_is_killed_again_and_again_is_finished_by_the_next_one(tr
     chance = random.Random(trial.operation.command)
     kills = chains = 0
     calls = chance.sample(range(1, trial.calls + 1), trial.calls)
-    while kills < trial.operation.kills * times:
-        assert chains <= trial.operation.kills * times, "a chain without a kill"
+    while kills < KILLS * times:
+        assert chains <= KILLS * times, "a chain without a kill"
         first = calls[chains % len(calls)]
         faults = [{"strike": strike, "torn": chance.random() < 0.5} for strike in [first, *chance.choices(calls, k=2)]]
         faults.append({"seconds": trial.seconds * chance.uniform(0.1, 0.9)})
