@@ -43,7 +43,7 @@ QUESTIONS = (
     Question("What did Boaz tell Ruth to dip her morsel in?", "vinegar"),
     Question("What did Boaz give Ruth six measures of?", "barley"),
     Question("What did the king hold out to Esther?", "sceptre"),
-    Question("What name did the prince of the eunuchs give to Daniel?", "Belteshazzar"),
+    Question("Into what den was Daniel cast?", "lions"),
 )
 
 
