@@ -19,6 +19,7 @@ import memstore
 from memstore import describe, models, registry
 from memstore.catalog import FORMAT, INDEX, PENDING, SEALED
 from memstore.cli import app
+from memstore.errors import MemoryNotFoundError
 from memstore.manifest import Manifest
 from memstore.memory import Memory
 from memstore.store import MemoryStore
@@ -149,6 +150,45 @@ def left(store: MemoryStore, pending: list[str]) -> list[str]:
                     continue
         found.append("/".join(parts))
     return found
+
+
+def write_for_ever(store: str, folders: list[str], stop: str) -> int:
+    """Add, index and remove the memories of these folders, which share their names, until the file ``stop`` exists.
+
+    Returns how often. Another process may do the same.
+    """
+    rounds = 0
+    while not Path(stop).exists():
+        for folder in folders:
+            for command in ("index {folder} --model stub", "reindex jonah --backend hnsw", "remove jonah joel"):
+                run(f"{command.format(folder=folder)} --store {store}")
+        rounds += 1
+    return rounds
+
+
+def read_again_and_again(store: str, texts: dict[str, list[str]], times: int) -> int:
+    """Attach what is there, generate, and compare with what the same text gave alone. Returns how often it was read.
+
+    What is found must be one of these texts, whole, until it is detached, removed meanwhile or not.
+    """
+    model, tokenizer = models.load("stub")
+    read = 0
+    with memstore.open(store, "r") as opened:
+        while read < times:
+            for name in opened.names():
+                assert name in texts
+                try:
+                    memory = opened[name]
+                    with memory.open("open") as vectors, memstore.attach(model, memory) as attached:
+                        answers = [attached.generate("Who?", tokenizer=tokenizer, max_new_tokens=2) for _ in range(2)]
+                        for key in vectors.keys:
+                            vectors.verified(key)
+                    assert memory.text in texts[name]
+                    assert answers[0] == answers[1]
+                except MemoryNotFoundError:
+                    continue  # removed before it was open
+                read += 1
+    return read
 
 
 def _belongs(key: bytes, ids: set[str]) -> bool:

@@ -6,7 +6,6 @@ More than 200 kills in the test run, ten times as many with ``--full``; and a di
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ import pytest
 from tests.faults.killing import Trial
 from tests.faults.operations import KILLS, OPERATIONS
 from tests.faults.server import Server
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("faults"))
-    yield server
-    server.close()
 
 
 @pytest.fixture
