@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from memstore.provenance.passages import Tally
@@ -21,6 +22,7 @@ Note = Callable[[Tensor], None]
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
 PIECE = 1 << 17  # numbers of a memory read at once on a CPU: 512 KiB, which the cache of a core holds
 LOWEST = -60.0  # score beside the highest: exp of much less is no normal number, with which a CPU computes slowly
+MANY = 32  # positions from which on one fused kernel costs less than to keep scores and merge
 ROW_CHUNK = 1 << 24  # numbers gathered at once for top-k: 64 MiB
 
 
@@ -211,7 +213,16 @@ def ordinary_attention(
     order, relative to m.
     """
     parts = [
-        _ordinary_chunk(chunk, key, value, _rows(mask, start), scaling, _rows(bias, start), softcap, note)
+        _ordinary_chunk(
+            chunk,
+            key,
+            value,
+            rows_of(mask, start, start + QUERY_CHUNK),
+            scaling,
+            rows_of(bias, start, start + QUERY_CHUNK),
+            softcap,
+            note,
+        )
         for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(t, dim=2) for t in zip(*parts, strict=True)))
@@ -247,6 +258,41 @@ def _ordinary_chunk(
     return Partial(m, weights.sum(-1, keepdim=True), o)
 
 
-def _rows(mask: Tensor | None, start: int) -> Tensor | None:
-    """The rows of a mask [.., T or 1, n] that belong to the query chunk at ``start``."""
-    return mask if mask is None or mask.shape[2] == 1 else mask[:, :, start : start + QUERY_CHUNK]
+def fused_attention(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor | None]], scaling: float) -> Tensor:
+    """Attention [B, H, T, c] of query [B, H, T, c] over the union of disjoint sets of keys, where nobody asks for the
+    weights: one kernel, which keeps no matrix of scores, reads all of them side by side, in the query's dtype.
+
+    Each set is key and value [B or 1, G, n, c] and a mask as for :func:`ordinary_attention`. Zero where all is hidden.
+    """
+    keys = _side_by_side(query, [key for key, _, _ in sets])
+    values = _side_by_side(query, [value for _, value, _ in sets])
+    outputs = []
+    for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True):
+        some = [_additive(rows_of(mask, start, start + QUERY_CHUNK), chunk, key.shape[2]) for key, _, mask in sets]
+        rows, heads = (max(mask.shape[i] for mask in some) for i in (0, 1))
+        mask = torch.cat([each.expand(rows, heads, chunk.shape[2], -1) for each in some], dim=-1)
+        output = scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling)
+        outputs.append(output.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0))
+    return torch.cat(outputs, dim=2)
+
+
+def _side_by_side(query: Tensor, some: Sequence[Tensor]) -> Tensor:
+    """Keys or values [B or 1, G, n_i, c] for every head of the query: [B, H, sum n_i, c]."""
+    b, h = query.shape[:2]
+    joined = torch.cat([each.to(query.dtype).expand(b, -1, -1, -1) for each in some], dim=2)
+    return joined.repeat_interleave(h // joined.shape[1], dim=1)
+
+
+def _additive(mask: Tensor | None, query: Tensor, n: int) -> Tensor:
+    """A mask of query [B, H, T, c] and n keys as what is added to their scores, [B or 1, 1 or H, T or 1, n]: -inf
+    hides."""
+    if mask is None:
+        return query.new_zeros((1, 1, 1, n))
+    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+    added = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask.to(query.dtype)
+    return added.masked_fill(hidden, -torch.inf)
+
+
+def rows_of(mask: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """The rows of a mask [.., T or 1, n] that belong to the queries from ``start`` to ``stop`` (excluded)."""
+    return mask if mask is None or mask.shape[2] == 1 else mask[:, :, start:stop]

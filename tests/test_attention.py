@@ -15,6 +15,7 @@ from memstore.attention import (
     Scoring,
     absorb_keys,
     absorb_values,
+    fused_attention,
     merge,
     normalise,
     ordinary_attention,
@@ -145,3 +146,40 @@ def test_key_bias_and_soft_capping_are_those_of_the_plain_model(groups, softcap,
         torch.testing.assert_close(read.l.log() + read.m, total, atol=1e-5, rtol=1e-5)
     plain_part = ordinary_attention(query, made[0], made[1], None, 0.7, softcap=softcap)
     torch.testing.assert_close(normalise(plain_part), expected, atol=1e-5, rtol=1e-5)
+
+
+def sets_of_keys(kind):
+    """Two sets of 9 and 5 keys for 7 queries of two rows, each with a mask of the kind."""
+    sets = []
+    for n, rows in ((9, 1), (5, 2)):
+        key, value = torch.randn(rows, 2, n, 6, requires_grad=True), torch.randn(2, 2, n, 6, requires_grad=True)
+        seen = torch.rand(rows, 1, 7, n) < 0.6
+        seen[:, :, 3] = False
+        mask = {"none": None, "boolean": seen, "additive": torch.zeros(seen.shape).masked_fill(~seen, -3e38)}[kind]
+        sets.append((key, value, mask))
+    return torch.randn(2, 4, 7, 6, requires_grad=True), sets
+
+
+@pytest.mark.parametrize("chunk", [1024, 3])
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+def test_one_kernel_over_several_sets_is_what_merging_them_gives(kind, chunk, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_CHUNK", chunk)
+    torch.manual_seed(0)
+    query, sets = sets_of_keys(kind)
+    leaves = [query, *(each for key, value, _ in sets for each in (key, value))]
+    parts = [ordinary_attention(query, key.expand(2, -1, -1, -1), value, mask, 0.4) for key, value, mask in sets]
+    expected, output = normalise(merge(parts)), fused_attention(query, sets, 0.4)
+    assert (output - expected).abs().max() < 1e-6
+    assert kind == "none" or not output[:, :, 3].any()
+    weight = torch.randn_like(expected)
+    wanted, found = (torch.autograd.grad((each * weight).sum(), leaves) for each in (expected, output))
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.isfinite(other).all() and (one - other).abs().max() < 1e-5
+
+
+def test_one_kernel_computes_in_the_dtype_of_the_query():
+    torch.manual_seed(0)
+    query, sets = sets_of_keys("boolean")
+    output = fused_attention(query.bfloat16(), sets, 0.4)
+    assert output.dtype == torch.bfloat16
+    assert (output - fused_attention(query, sets, 0.4)).abs().max() < 0.03

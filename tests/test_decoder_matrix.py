@@ -13,6 +13,7 @@ import torch
 import memstore
 from memstore import registry
 from memstore.errors import AttachError, DocumentError
+from memstore.reading import joint
 from tests.decoders import COLUMNS, DECODERS
 from tests.models import build, randomised, tokens
 
@@ -163,9 +164,11 @@ def test_every_column_has_its_test():
     assert list(CELLS) == list(COLUMNS)
 
 
+@pytest.mark.parametrize("many", [1, 1 << 30], ids=["by one kernel", "merged"])
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_cell_of_the_matrix(library, family, column):
+def test_a_cell_of_the_matrix(library, family, column, many, monkeypatch):
+    monkeypatch.setattr(joint, "MANY", many)
     CELLS[column](Reading(family, library))
 
 

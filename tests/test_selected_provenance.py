@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import memstore
 from memstore.errors import AttachError
 from memstore.memory import Memory
+from memstore.reading import joint
 from memstore.reading.chat import chat_frame
 from memstore.reading.selection import BLOCK, Span, choose_spans, num_blocks, span_width
 from memstore.reading.selectors import BlockSelector, Question
@@ -23,6 +24,12 @@ from tests.models import build, set_attention, tokens
 EXACT = 1e-5
 CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 BUDGET = 6  # blocks, in spans of four and of two
+
+
+@pytest.fixture(params=[1, 1 << 30], ids=["by one kernel", "merged"], autouse=True)
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes before the noted positions is read either way."""
+    monkeypatch.setattr(joint, "MANY", request.param)
 
 
 class Fixed(BlockSelector):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from memstore.attachment import Attachment, Chat, TopK
-from memstore.attention import Partial, merge, normalise, ordinary_attention
+from memstore.attention import Partial, normalise
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
 from memstore.memory import Memory
@@ -27,6 +27,7 @@ from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.choosing import Chooser
 from memstore.reading.context import Context
 from memstore.reading.excerpt import load_excerpt, sink_of
+from memstore.reading.joint import Own, alone, fused, merged
 from memstore.reading.masks import checked, own_mask, own_positions, without
 from memstore.reading.moving import follow_moves, mark_of
 from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
@@ -250,33 +251,28 @@ class KvAttachment(Attachment):
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         local_mask, n = own_mask(mask, query, key.shape[2])
-        reads = layer in self.layers
+        reads = self._context.reads if layer in self.layers else []
         local_mask = self._hide_dropped(self._hide_repeated(local_mask, n) if reads else local_mask, n)
-        local = ordinary_attention(query, key[:, :, :n], value[:, :, :n], local_mask, scaling, softcap=softcap)
+        asking = self._from_afar(layer, query) if reads else query
+        key, value = key[:, :, :n], value[:, :, :n]
+        own = Own(layer, query, key, value, local_mask, scaling, softcap, sliding_window, asking, self._far)
         if not reads:
-            return finish(normalise(local), query), None
+            return finish(alone(own), query), None
         if self._chooser is not None:
             self._chooser.hear(layer, query, self._positions, scaling)
-        sums: list[Tensor] | None = [] if self._ledger is not None and self._is_noted() else None
-        asking = self._from_afar(layer, query)
-        parts = [
-            each.excerpts[layer].attend(
-                layer, asking[each.rows], scaling, self._far_mask(sliding_window, each, layer), sums, softcap
-            )
-            for each in self._context.reads
-        ]
-        memory = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-        total = merge([memory, local])
-        if sums is not None:
-            self._note(layer, sums, memory, total)
-        return finish(normalise(total), query), None
-
-    def _far_mask(self, window: int | None, reads: Reads, layer: int) -> Tensor | None:
-        """[b, 1, T, M] for a layer with a sliding window: which memory tokens are near enough; None: all are seen."""
-        if window is None:
-            return None
-        distance = self._far[reads.rows][:, None, :, None] - reads.excerpts[layer].positions
-        return distance < window
+        length, noted = query.shape[2], None
+        if self._ledger is not None and self._is_noted():
+            most = max(each.layout.size for each in reads)
+            noted = self._ledger.noted(length, query.shape[0] * query.shape[1] * most * len(self.layers))
+        early = own.num_fused(noted or 0)
+        outputs = [fused(own.part(0, early), reads)] if early else []
+        if early < length:
+            sums: list[Tensor] | None = [] if noted else None
+            memory, total = merged(own.part(early, length), reads, sums)
+            if noted and sums is not None:
+                self._note(layer, [each[:, :, -noted:] for each in sums], memory, total)
+            outputs.append(normalise(total))
+        return finish(torch.cat(outputs, dim=2) if early else outputs[0], query), None
 
     def _hide_repeated(self, mask: Tensor | None, n: int) -> Tensor | None:
         """Take the prompt's repeated header out of the last n own tokens' mask."""
@@ -304,16 +300,12 @@ class KvAttachment(Attachment):
     def _note(self, layer: int, sums: Sequence[Tensor], memory: Partial, total: Partial) -> None:
         """Keep what the rows of every excerpt gave to its passages [b, H, T, P]."""
         assert self._ledger is not None
-        rows, heads, length = total.m.shape[:3]
-        most = max(reads.layout.size for reads in self._context.reads)
-        noted = self._ledger.noted(length, rows * heads * most * len(self.layers))
         seen = []
         for reads, each in zip(self._context.reads, sums, strict=True):
-            last = reads.widened(layer, each[:, :, length - noted :])
             tail: Literal["whole"] | None = "whole" if self.is_whole(reads) else None
-            seen.append(Seen(reads.layout, list(range(reads.rows.start, reads.rows.stop)), last, tail))
-        if noted:
-            self._ledger.note(layer, seen, memory, total)
+            rows = list(range(reads.rows.start, reads.rows.stop))
+            seen.append(Seen(reads.layout, rows, reads.widened(layer, each), tail))
+        self._ledger.note(layer, seen, memory, total)
 
     def is_whole(self, reads: Reads) -> bool:
         """Whether these are memories that are read whole."""

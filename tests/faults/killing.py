@@ -30,8 +30,8 @@ class Trial:
         for command in operation.setup:
             done = self.attempt(self._base, command=command).result()
             assert done["code"] == 0, command
-        for path, text in operation.edits.items():
-            (folder / path).unlink() if text is None else (folder / path).write_text(text)
+        for path, new in operation.edits.items():
+            (folder / path).unlink() if new is None else (folder / path).write_text(new)
         child = self.attempt(self.fresh())
         done = child.result()
         assert done["code"] == 0, child.errors
