@@ -40,9 +40,9 @@ def prepare(model: str) -> None:
     torch.set_num_threads(1)
     loaded: Any
     tokenizer: Any
+    describe.BLOCK_BYTES = 1  # blocks of 256 tokens
     if model == "stub":
         loaded, tokenizer = tiny.llama(positions=256), tiny.tokenizer()
-        describe.BLOCK_BYTES = 1  # blocks of 256 tokens
     else:
         from memstore import assets
 

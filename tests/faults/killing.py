@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,22 @@ if TYPE_CHECKING:  # which imports torch, as only the server need
 
 
 class Trial:
-    """An operation, the store it finds and the one it leaves when nothing happens to it."""
+    """An operation, the store it finds and the one it leaves when nothing happens to it.
 
-    def __init__(self, server: Server, operation: Operation, folder: Path) -> None:
+    documents: for each folder that commands name, the texts in it.
+    """
+
+    def __init__(
+        self, server: Server, operation: Operation, folder: Path, documents: Mapping[str, Mapping[str, str]] = DOCUMENTS
+    ) -> None:
         self.server, self.operation, self.folder = server, operation, folder
+        self._places = {name: folder / name for name in documents}
         self._base = folder / "base"
         self._scratch = folder / "scratch"
         self._scratch.mkdir(parents=True)
-        for name, documents in DOCUMENTS.items():
+        for name, texts in documents.items():
             (folder / name).mkdir()
-            for document, text in documents.items():
+            for document, text in texts.items():
                 (folder / name / f"{document}.txt").write_text(text)
         for command in operation.setup:
             done = self.attempt(self._base, command=command).result()
@@ -50,8 +57,7 @@ class Trial:
 
     def attempt(self, store: Path, command: str | None = None, **fault: Any) -> Child:
         """Start the operation in a child: see :func:`tests.faults.children.attempt`."""
-        places = {name: self.folder / name for name in DOCUMENTS}
-        line = (command or self.operation.command).format(store=store, scratch=self._scratch, **places)
+        line = (command or self.operation.command).format(store=store, scratch=self._scratch, **self._places)
         return self.server.start("attempt", command=line, store=str(store), **fault)
 
     def finished(self, store: Path, reported: list[str]) -> None:

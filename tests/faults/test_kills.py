@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from memstore import assets
 from tests.faults.killing import Trial
 from tests.faults.operations import KILLS, OPERATIONS
 from tests.faults.server import Server
@@ -42,3 +43,20 @@ def test_a_disk_that_is_full_from_any_call_on_costs_nothing(trial: Trial, times:
     calls = range(1, trial.calls + 1)
     noticed = sum(trial.fill(strike) for strike in sorted({2, *chance.sample(calls, min(len(calls), 4 * times))}))
     assert noticed
+
+
+@pytest.mark.real
+def test_a_real_model_is_killed_and_its_command_finished(tmp_path: Path, times: int) -> None:
+    """At any instant, most often in the middle of a forward pass, and at calls that change files."""
+    (tmp_path / "server").mkdir()
+    server = Server(tmp_path / "server", "real")
+    jonah, ruth = (assets.book_text(book)[0] for book in ("Jonah", "Ruth"))
+    documents = {"one": {"esther": ruth[:1200], "ruth": ruth[1200:1500]}, "two": {"jonah": jonah[:2000], "joel": jonah[:300]}}
+    try:
+        trial = Trial(server, OPERATIONS["index"], tmp_path / "trial", documents)
+        chance, kills = random.Random(0), 0
+        while kills < 10 * times:
+            strike = {"strike": chance.randint(1, trial.calls), "torn": chance.random() < 0.5}
+            kills += trial.kill({"seconds": trial.seconds * chance.random()}, strike, {"seconds": trial.seconds / 4})
+    finally:
+        server.close()
