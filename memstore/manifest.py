@@ -222,8 +222,8 @@ class Facts(BaseModel):
     created: float = Field(ge=0, lt=LAST_SECOND)
     kind: str
     num_tokens: Count
-    fingerprint: dict[str, JsonValue]
-    metadata: dict[str, JsonValue]
+    fingerprint: dict[str, Any]
+    metadata: dict[str, Any]
     seal: Seal
 
     @classmethod
@@ -236,7 +236,7 @@ class Facts(BaseModel):
             raw: dict[str, Any] = {}
             for _ in range(unpacker.read_map_header()):
                 field = unpacker.unpack()
-                if field in cls.model_fields or field in ("format_major", "format_minor"):
+                if field in _TOLD:
                     raw[field] = unpacker.unpack()
                 else:
                     unpacker.skip()
@@ -247,6 +247,9 @@ class Facts(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             raise _not_valid(raw, error) from error
+
+
+_TOLD = {*Facts.model_fields, "format_major", "format_minor"}
 
 
 def _check_major(raw: dict[str, Any]) -> None:

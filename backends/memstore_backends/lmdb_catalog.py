@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ import lmdb.verify
 from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError, StoreError, StoreFullError
 from memstore_backends import mounts
 from memstore_backends.lmdb_lock import prepare
-from memstore_backends.lmdb_pages import PageError
+from memstore_backends.lmdb_pages import PageError, meta, page_size
 from memstore_backends.lmdb_snapshot import Snapshot
 from memstore_backends.lmdb_summary import SUMMARY, Summary, damaged_catalog, opened, sealed
 
@@ -87,6 +88,7 @@ class Catalog:
         self._folder, self._data, self._writable = folder, folder / "data.mdb", writable
         self._lock = threading.RLock()
         self._users = self._fd = self._size = self._process = 0
+        self._walked = False  # whether every page has been found sound, as liblmdb takes for granted when it writes
         self._open()
 
     @classmethod
@@ -155,6 +157,9 @@ class Catalog:
         self, puts: Mapping[bytes, bytes], deletes: Iterable[bytes], expect: Mapping[bytes, bytes | None]
     ) -> bool:
         deletes = list(deletes)
+        if not self._walked and (puts or deletes):
+            self._check(problem_of)
+            self._walked = True
         while True:
             try:
                 return self._commit(puts, deletes, expect)
@@ -229,7 +234,7 @@ class Catalog:
         os.close(self._fd)
 
     def _open(self) -> None:
-        self._check()
+        self._check(_problem_of_metas)  # all that liblmdb reads of it before something is written
         # Without the lock file a reader does not hold back the pages it reads: a commit of another process during a
         # read may then show as damage. It is given up only where it cannot be had.
         lock_file = self._folder / "lock.mdb"
@@ -250,7 +255,7 @@ class Catalog:
         self._size = os.fstat(self._fd).st_size
         self._process = os.getpid()
 
-    def _check(self) -> None:
+    def _check(self, problem_of: Callable[[Path], str | None]) -> None:
         """Raises DamagedMemoryError for a file that could crash liblmdb."""
         problem: str | None = None
         for pause in _PAUSES:
@@ -261,6 +266,18 @@ class Catalog:
                 return
             time.sleep(pause)  # perhaps another process was writing
         raise damaged_catalog(self._data, problem or "")
+
+
+def _problem_of_metas(data: Path) -> str | None:
+    """What is wrong with the two pages that an LMDB file begins with, and with its length."""
+    with data.open("rb") as file:
+        try:
+            size = page_size(file.fileno())
+            metas = [meta(os.pread(file.fileno(), size, number * size), number) for number in (0, 1)]
+        except (PageError, struct.error) as error:
+            return str(error)
+    needed = max(metas).num_pages * size
+    return None if data.stat().st_size >= needed else f"{needed // size} pages do not fit into its length"
 
 
 def problem_of(data: Path) -> str | None:

@@ -51,7 +51,10 @@ def test_a_real_model_is_killed_and_its_command_finished(tmp_path: Path, times: 
     (tmp_path / "server").mkdir()
     server = Server(tmp_path / "server", "real")
     jonah, ruth = (assets.book_text(book)[0] for book in ("Jonah", "Ruth"))
-    documents = {"one": {"esther": ruth[:1200], "ruth": ruth[1200:1500]}, "two": {"jonah": jonah[:2000], "joel": jonah[:300]}}
+    documents = {
+        "one": {"esther": ruth[:1200], "ruth": ruth[1200:1500]},
+        "two": {"jonah": jonah[:2000], "joel": jonah[:300]},
+    }
     try:
         trial = Trial(server, OPERATIONS["index"], tmp_path / "trial", documents)
         chance, kills = random.Random(0), 0
