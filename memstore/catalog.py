@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import msgpack
 
-from memstore.errors import FormatError, StoreNotFoundError
+from memstore.errors import DocumentError, FormatError, StoreNotFoundError
 from memstore.interfaces import RecordStore
 from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR
 
@@ -20,6 +20,15 @@ INDEX = b"i"  # + an id and a hash of a backend's name: an index of that memory
 def is_name(name: object) -> TypeGuard[str]:
     """Any text but the empty one, without NUL and without halves of surrogate pairs. A name never becomes a path."""
     return isinstance(name, str) and name != "" and not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name)
+
+
+def check_name(name: object) -> None:
+    """Raises DocumentError for what cannot be a name."""
+    if not is_name(name):
+        raise DocumentError(
+            f"{name!r} cannot be a name: it must be a text of at least one character, with no NUL and no half of a "
+            "surrogate pair."
+        )
 
 
 def key(kind: bytes, name: str) -> bytes:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from xxhash import xxh3_128
 
+from memstore.catalog import check_name
 from memstore.errors import ConfigError, DocumentError
 from memstore.fingerprint import fingerprint, tensor_bytes
 from memstore.manifest import Manifest, PartSpec, WindowRule, storable
@@ -49,6 +50,9 @@ def describe(
 
     Raises DocumentError and ConfigError; see :func:`memstore.encode.encode`.
     """
+    check_name(name)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise DocumentError(f"metadata={metadata!r} must be a mapping, such as {{'author': 'unknown'}}.")
     if sum(given is not None for given in (text, input_ids, input_features)) != 1:
         raise DocumentError("Give exactly one of text (with a tokenizer), input_ids and input_features.")
     features, feature_tokens = (None, 0) if input_features is None else adapter.feature_windows(input_features)

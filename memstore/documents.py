@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from memstore.errors import DocumentError
@@ -20,6 +20,8 @@ class Document:
 
     name: str
     path: str
+    inside: bool = field(default=False, compare=False)
+    """Found in a folder, where only plain files are read: a pipe that nobody writes to would keep others waiting."""
 
     def read(self) -> str:
         """The text exactly as it stands in the file, line ends included.
@@ -28,6 +30,10 @@ class Document:
         """
         if self.path == STDIN and sys.stdin is None:
             raise DocumentError("- cannot be read: standard input is closed.")
+        if self.inside and Path(self.path).exists() and not Path(self.path).is_file():
+            raise DocumentError(
+                f"{self.path} is no plain file, and of a folder only those are read. Name it by itself."
+            )
         try:
             data = sys.stdin.buffer.read() if self.path == STDIN else Path(self.path).read_bytes()
         except (OSError, ValueError) as error:  # a path may itself be impossible
@@ -45,10 +51,13 @@ def find(paths: list[str]) -> list[Document]:
     """The documents that these arguments stand for.
 
     A file is named by its name without suffix. A folder stands for the text files in it and below it, except hidden
-    ones, each named by its path inside the folder without suffix (``gospels/john``).
+    ones and what lies behind links to other folders, each named by its path inside the folder without suffix
+    (``gospels/john``).
     Raises DocumentError when a folder holds no text file or cannot be read throughout, or two documents would get one
     name.
     """
+    if "" in paths:
+        raise DocumentError("An empty argument names no file. Is a variable not set?")
     found: dict[str, Document] = {}
     for document in (document for path in paths for document in _expand(path)):
         other = found.setdefault(document.name, document)
@@ -73,7 +82,7 @@ def _expand(path: str) -> Iterator[Document]:
     elif not texts:
         raise DocumentError(f"{path} holds no text file ({', '.join(SUFFIXES)}).")
     else:
-        yield from (Document(file.with_suffix("").as_posix(), str(path / file)) for path, file in texts)
+        yield from (Document(file.with_suffix("").as_posix(), str(path / file), inside=True) for path, file in texts)
 
 
 def _texts(folder: Path) -> list[tuple[Path, Path]]:
@@ -87,7 +96,7 @@ def _texts(folder: Path) -> list[tuple[Path, Path]]:
     for parent, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [Path(parent, name) for name in files if not name.startswith(".")]
-        texts += [path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file()]
+        texts += [path for path in paths if path.suffix.lower() in SUFFIXES]  # links that lead nowhere, too
     return [(folder, path.relative_to(folder)) for path in sorted(texts)]
 
 

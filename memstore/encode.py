@@ -87,6 +87,35 @@ def encode(
         return write(writer, adapter, Reader(adapter, source, writer), progress)
 
 
+def encode_again(
+    memory: Memory,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    text: str | None = None,
+    *,
+    input_ids: Any = None,
+) -> Memory:
+    """Read the document of a memory again, by the memory's own rule, and put what was read in its place once it is
+    whole. Raises what :func:`encode` raises; MemoryExistsError if another process has changed the memory meanwhile."""
+    manifest, adapter = memory.manifest, adapter_for(model)(model)
+    draft, document, source = describe(
+        adapter,
+        tokenizer,
+        text,
+        input_ids,
+        None,
+        window=manifest.rule.window,
+        overlap=manifest.rule.overlap,
+        dtype=next(iter(manifest.parts.values())).dtype,
+        batch_size=manifest.batch_size,
+        anchored=manifest.rule.anchors is not None,
+        name=manifest.name,
+        metadata=manifest.metadata,
+    )
+    with memory.store.create(draft, document, manifest) as writer:
+        return write(writer, adapter, Reader(adapter, source, writer), None)
+
+
 def is_anchored(store: MemoryStore, name: str, otherwise: bool) -> bool:
     """Whether the memory of this name, complete or in progress, has a rule with anchors, if there is one."""
     before = store[name].manifest if name in store else manifest_of(store.records, name)
@@ -95,8 +124,7 @@ def is_anchored(store: MemoryStore, name: str, otherwise: bool) -> bool:
 
 def differences(manifest: Manifest, draft: Manifest) -> list[str]:
     """The names of the fields in which a memory differs from what ``draft`` would give."""
-    mine, own = manifest.model_dump(), {"id", "created", "digest", "seal", "format_minor"}
-    return [key for key, value in draft.model_dump().items() if key not in own and value != mine[key]]
+    return draft.differing(manifest, "id", "created", "digest", "seal", "format_minor")
 
 
 def another_exists(manifest: Manifest, draft: Manifest, differing: list[str]) -> MemoryExistsError:

@@ -111,12 +111,12 @@ def _manifest(folder: Path) -> tuple[Manifest, bool]:
 
 
 def _same_or_raise(memory: Memory, manifest: Manifest) -> Memory:
-    mine, given = (each.model_dump(exclude=OWN) for each in (memory.manifest, manifest))
-    if mine == given:
+    differing = memory.manifest.differing(manifest, *OWN)
+    if not differing:
         return memory
-    differing = ", ".join(key for key in given if given[key] != mine[key])
     raise MemoryExistsError(
-        f"The store holds another memory named {manifest.name!r} already; it differs in {differing}. Remove it first."
+        f"The store holds another memory named {manifest.name!r} already; it differs in {', '.join(differing)}. "
+        "Remove it first."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -174,6 +175,12 @@ class Manifest(BaseModel):
         """Tokens of block ``i``: ``block_tokens``, but for the last one."""
         return min(self.block_tokens, self.num_tokens - i * self.block_tokens)
 
+    def differing(self, other: Manifest, *ignored: str) -> list[str]:
+        """The names of the fields in which another one says something else, but for those to be ignored."""
+        own = set(ignored)
+        mine, others = self.model_dump(exclude=own), other.model_dump(exclude=own)
+        return [field for field in mine if _said(mine[field]) != _said(others[field])]
+
     def fields(self) -> dict[str, Any]:
         """What is written of it: what an older minor version does not know only where it is used."""
         fields = self.model_dump()
@@ -247,6 +254,11 @@ class Facts(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             raise _not_valid(raw, error) from error
+
+
+def _said(value: Any) -> str:
+    """A value in words that are equal for equal ones: a number that is none (NaN) does not equal itself."""
+    return json.dumps(value, sort_keys=True)
 
 
 _TOLD = {*Facts.model_fields, "format_major", "format_minor"}

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from memstore.catalog import INDEX, PENDING, SEALED, TOMBSTONE, index_lock, is_name, key
+from memstore.catalog import INDEX, PENDING, SEALED, TOMBSTONE, check_name, index_lock, is_name, key
 from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
@@ -51,7 +51,7 @@ def start(store: MemoryStore, draft: Manifest, document: Document, replacing: Ma
             records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: current})
             continue
         manifest = Manifest.unpack(value)
-        if not _same(manifest, draft):
+        if manifest.differing(draft, "id", "created"):
             drop(records, draft.name)
             continue
         lock = _acquire(records, manifest)
@@ -103,21 +103,6 @@ def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memor
         logger.info("removed memory %s from %s", memory_id, records.path)
         _bury(records, tombstone)
     return removed
-
-
-def replace(records: RecordStore, name: str, other: str) -> bool:
-    """Let the memory ``other`` take the name and the place of ``name``, in one commit. False if one of them changed."""
-    keys = [key(SEALED, name), key(SEALED, other)]
-    old, new = (records.get(each) for each in keys)
-    if old is None or new is None:
-        return False
-    manifest = Manifest.unpack(new).model_copy(update={"name": name})
-    tombstone, value = TOMBSTONE + Manifest.unpack(old).id.encode(), manifest.pack()
-    records.copy(manifest.id, keys[0], value)
-    replaced = records.commit({keys[0]: value, tombstone: b""}, [keys[1]], dict(zip(keys, (old, new), strict=True)))
-    if replaced:
-        _bury(records, tombstone)
-    return replaced
 
 
 def reclaim(records: RecordStore) -> None:
@@ -176,7 +161,10 @@ def _writer(
         records.copy(manifest.id, sealed_key, value)
         puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
         if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
-            raise StoreError(f"Memory {manifest.name!r} was removed while it was being written.")
+            raise StoreError(
+                f"Memory {manifest.name!r} was removed or replaced by another process while it was being written. "
+                "Repeat the command; what has been read is kept where it can be."
+            )
         lock.release(discard=True)
         for tombstone in tombstones:
             with contextlib.suppress(StoreError):  # the next opening tries again
@@ -203,11 +191,7 @@ def _writer(
 
 def _pack(draft: Manifest, document: Document) -> bytes:
     """The draft's bytes. Raises DocumentError if it or the document cannot be kept as it is."""
-    if not is_name(draft.name):
-        raise DocumentError(
-            f"{draft.name!r} cannot be a name: it must hold at least one character, no NUL and no half of a surrogate "
-            "pair."
-        )
+    check_name(draft.name)
     if draft.seal is not None or draft.digest is not None:
         raise DocumentError(f"The manifest of {draft.name!r} is that of a complete memory, not a draft.")
     if draft.has_text != (document.text is not None) or draft.has_ids != (document.token_ids is not None):
@@ -220,11 +204,6 @@ def _pack(draft: Manifest, document: Document) -> bytes:
         return draft.pack()
     except (ValueError, OverflowError, TypeError) as error:
         raise DocumentError(f"The text or metadata of {draft.name!r} cannot be kept: {error}.") from error
-
-
-def _same(pending: Manifest, draft: Manifest) -> bool:
-    own = {"id", "created"}
-    return pending.model_dump(exclude=own) == draft.model_dump(exclude=own)
 
 
 def _acquire(records: RecordStore, manifest: Manifest) -> Lock:

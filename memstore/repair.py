@@ -5,19 +5,18 @@ from the memory. What is rebuilt is made beside what is there, and takes its pla
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memstore import catalog, pending, registry
-from memstore.errors import MemoryNotFoundError, MemstoreError, StoreError
+from memstore import catalog, registry
+from memstore.errors import MemstoreError, StoreError
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import RecordStore
 from memstore.memory import CHECKSUM, TEXT, TOKEN_IDS, Memory, checksum
-from memstore.verify import VerifyResult, verify
+from memstore.verify import VerifyResult, verified
 
 if TYPE_CHECKING:
     from memstore.store import MemoryStore
@@ -47,12 +46,11 @@ def repair(store: MemoryStore, name: str | None = None, model: Any = None, token
     """Verify, and rebuild what is damaged and can be: see :meth:`memstore.store.MemoryStore.verify`."""
     store.check_writable()
     results = []
-    for result in verify(store, name):
-        memory = store[result.name]
+    for memory, result in verified(store, name):
         if not result.ok:
             results.append(_read_anew(memory, result, model, tokenizer))
             continue
-        store.records.copy(memory.manifest.id, catalog.key(catalog.SEALED, memory.name), memory.manifest.pack())
+        result = _with_copy(memory, result)
         wrong = [
             record
             for record in all_records(store.records, memory.manifest.id)
@@ -62,9 +60,23 @@ def repair(store: MemoryStore, name: str | None = None, model: Any = None, token
     return results
 
 
+def _with_copy(memory: Memory, result: VerifyResult) -> VerifyResult:
+    """Keep the catalog's record beside the memory, as older versions did not."""
+    records, manifest = memory.store.records, memory.manifest
+    try:
+        lock = records.lock(manifest.id, wait=False)
+        try:
+            records.copy(manifest.id, catalog.key(catalog.SEALED, manifest.name), manifest.pack())
+        finally:
+            lock.release(discard=True)
+    except StoreError as error:  # removed by another process, or being repaired by one
+        return replace(result, caches=[*result.caches, f"The copy of its record was not renewed: {error}"])
+    return result
+
+
 def _with_indexes(memory: Memory, result: VerifyResult, records: list[IndexRecord]) -> VerifyResult:
     """Build these indexes anew, as they were built and tuned before."""
-    repaired, left = list(result.repaired), []
+    repaired, left = list(result.repaired), [each for each in result.caches if not each.startswith("The index")]
     for record in records:
         from memstore.indexes import reindex
 
@@ -77,39 +89,26 @@ def _with_indexes(memory: Memory, result: VerifyResult, records: list[IndexRecor
 
 
 def _read_anew(memory: Memory, result: VerifyResult, model: Any, tokenizer: Any) -> VerifyResult:
-    """Encode the document again under another name, and let what came of it take the damaged memory's place."""
+    """Encode the document again, and let what comes of it take the damaged memory's place, as an update does."""
     source, problem = _source(memory, model, tokenizer)
     if problem is not None:
         return replace(result, problems=[*result.problems, problem])
-    store, manifest = memory.store, memory.manifest
-    indexes = all_records(store.records, manifest.id)
-    temporary = f"{memory.name} (repaired {manifest.id[:8]})"
+    manifest = memory.manifest
+    indexes = all_records(memory.store.records, manifest.id)
     try:
         different = _what_differs(memory, model, source.get("tokenizer"))
         if different:
             raise StoreError(f"the model given is not the one that wrote it: {different}. Give that one.")
-        fresh = store.encode(
-            model,
-            name=temporary,
-            metadata=memory.metadata,
-            window=manifest.rule.window,
-            overlap=manifest.rule.overlap,
-            dtype=next(iter(manifest.parts.values())).dtype,
-            batch_size=manifest.batch_size,
-            anchors=manifest.rule.anchors is not None,
-            **source,
-        )
-        if not pending.replace(store.records, memory.name, temporary):
-            raise StoreError("another process has changed it. Repeat the command.")
+        from memstore.encode import encode_again
+
+        fresh = encode_again(memory, model, **source)
     except MemstoreError as error:  # what is damaged stays as it is
-        with suppress(MemoryNotFoundError):
-            del store[temporary]
         return replace(result, problems=[*result.problems, f"It could not be read anew: {error}"])
     same = fresh.manifest.digest == manifest.digest
     how = "to the bytes it had" if same else "to other bytes than it had: libraries or the device differ"
     whole = replace(result, ok=True, problems=[], caches=[], repaired=[f"It was read anew, {how}."])
     logger.warning("memory %r: %s", memory.name, whole.repaired[0])
-    return _with_indexes(store[memory.name], whole, indexes)
+    return _with_indexes(fresh, whole, indexes)
 
 
 def _source(memory: Memory, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str | None]:

@@ -7,13 +7,15 @@ A memory remembers in its metadata the file it was made of ("source"), and the f
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from memstore import documents
 from memstore.documents import STDIN
-from memstore.errors import DocumentError, MemoryExistsError, MemstoreError
+from memstore.errors import DocumentError, MemoryExistsError, MemoryNotFoundError, MemstoreError
 from memstore.memory import Memory, text_digest
 from memstore.store import MemoryStore
 
@@ -59,11 +61,42 @@ def compare(store: MemoryStore | None, folder: str) -> Comparison:
                 comparison.changed.append(document)
         except MemstoreError as error:
             comparison.failed.append((document, error))
-    names = {document.name for document in found}
-    whole = _text(folder)
-    gone = (memory for name, memory in known.items() if name not in names)
-    comparison.removed = [memory.name for memory in gone if memory.metadata.get("folder") == whole]
+    for name in _gone(known, folder, found):
+        if link := _link_above(folder, name):
+            error = DocumentError(
+                f"{link} has become a link, and what lies behind links to folders is not read. Memory {name!r} stays "
+                "as it is; `memstore remove` removes it."
+            )
+            comparison.failed.append((documents.Document(name, str(Path(folder, name))), error))
+        else:
+            comparison.removed.append(name)
     return comparison
+
+
+def remove_gone(store: MemoryStore, folder: str) -> list[str]:
+    """Remove the memories whose texts are no longer in a folder, and say which. Store and folder are looked at again:
+    since they were compared, hours may have gone by.
+
+    Raises DocumentError as :func:`compare` does.
+    """
+    known = {memory.name: memory for memory in store.memories()}
+    removed = [name for name in _gone(known, folder, documents.find([folder])) if not _link_above(folder, name)]
+    for name in removed:
+        with suppress(MemoryNotFoundError):  # another process was faster
+            del store[name]
+    return removed
+
+
+def _gone(known: Mapping[str, Memory], folder: str, found: list[documents.Document]) -> list[str]:
+    """The names of the memories that sync of this folder made of texts that are not there."""
+    names, whole = {document.name for document in found}, _text(folder)
+    return [name for name, memory in known.items() if name not in names and memory.metadata.get("folder") == whole]
+
+
+def _link_above(folder: str, name: str) -> Path | None:
+    """The link in the place of a folder that a document of this name lay in, if there is one."""
+    above = [Path(folder, parent) for parent in PurePosixPath(name).parents][:-1]  # the last one is the folder itself
+    return next((path for path in above if path.is_symlink()), None)
 
 
 def refresh(

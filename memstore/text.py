@@ -30,6 +30,8 @@ def tokenize(tokenizer: Any, text: str) -> tuple[Array, Array]:
 
     Raises DocumentError if the text is empty, is not valid Unicode, or yields no tokens.
     """
+    if not isinstance(text, str):
+        raise DocumentError(f"A document's text is a str, not a {type(text).__name__}. Bytes are to be decoded first.")
     if not text:
         raise DocumentError("The document is empty: its text has no characters.")
     try:

@@ -8,7 +8,9 @@ an edit moves, only the blocks before the edit are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,8 @@ import torch
 from torch import Tensor
 
 from memstore.describe import describe
-from memstore.encode import Progress, Reader, another_exists, differences, groups, is_anchored, write
-from memstore.errors import DamagedMemoryError
+from memstore.encode import Progress, Read, Reader, another_exists, differences, groups, is_anchored, write
+from memstore.errors import DamagedMemoryError, MemoryExistsError, MemoryNotFoundError
 from memstore.manifest import Manifest
 from memstore.memory import Int32, Memory, OpenMemory, block_key, prefix_key
 from memstore.memory_writer import MemoryWriter, token_parts
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
     from memstore.interfaces import ModelAdapter
     from memstore.store import MemoryStore
+
+logger = logging.getLogger(__name__)
 
 # In these a memory may differ from one of an earlier version of its text; any other difference makes it another memory.
 DOCUMENT = {"num_tokens", "document_digest", "anchors", "lead_ids", "prefix_ids", "metadata"}
@@ -72,18 +76,37 @@ def update(
     Raises what ``encode`` raises; MemoryExistsError if the memory of this name was written by another model, or with
     other options.
     """
+    options = {"window": window, "overlap": overlap, "dtype": dtype, "batch_size": batch_size}
+    while True:
+        before = store.get(name)
+        try:
+            return _update(store, model, tokenizer, text, before, name, metadata, options, progress)
+        except (MemoryNotFoundError, MemoryExistsError):
+            now = store.get(name)
+            if (now and now.manifest.id) == (before and before.manifest.id):
+                raise
+            logger.info("memory %r has been changed by another process: looking again", name)
+
+
+def _update(
+    store: MemoryStore,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    before: Memory | None,
+    name: str,
+    metadata: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    progress: Progress | None,
+) -> Update:
     adapter: ModelAdapter = adapter_for(model)(model)
-    before = store.get(name)
     draft, document, source = describe(
         adapter,
         tokenizer,
         text,
         None,
         None,
-        window=window,
-        overlap=overlap,
-        dtype=dtype,
-        batch_size=batch_size,
+        **options,
         anchored=is_anchored(store, name, True),
         name=name,
         metadata=before.metadata if metadata is None and before is not None else metadata,
@@ -96,16 +119,25 @@ def update(
     differing = differences(before.manifest, draft)
     if not set(differing) <= DOCUMENT:
         raise another_exists(before.manifest, draft, differing)
-    with before.open("anew") as opened:  # what is damaged must not get a checksum of its own
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(before.open("anew"))  # what is damaged must not get a checksum of its own
+        except DamagedMemoryError as error:
+            if not differing:
+                raise
+            logger.warning("all is read again: %s", error)
+            opened = None
         if not differing:
             return Update(before, num_windows, 0)
-        assert document.token_ids is not None
-        with store.create(draft, document, before.manifest) as writer:
+        writer = stack.enter_context(store.create(draft, document, before.manifest))
+        reader = Reader(adapter, source, writer)
+        read: Read = reader
+        if opened is not None:
+            assert document.token_ids is not None
             earlier = Earlier(opened, draft, document.token_ids)
             earlier.copy(writer)
-            reader = Reader(adapter, source, writer)
-            memory = write(writer, adapter, lambda group: earlier.rows(group) or reader(group), progress)
-            return Update(memory, num_windows, reader.num_read)
+            read = lambda group: earlier.rows(group) or reader(group)  # noqa: E731
+        return Update(write(writer, adapter, read, progress), num_windows, reader.num_read)
 
 
 class Earlier:
@@ -135,6 +167,10 @@ class Earlier:
         try:
             if self._known and self.draft.prefix_ids:
                 writer.put_prefix({part: self.opened.value(prefix_key(part)) for part in token_parts(self.draft)})
+        except DamagedMemoryError:  # it is read with the first window
+            self._known.clear()
+            return
+        try:
             for i in range(writer.num_blocks_done, count):
                 writer.append({part: self.opened.value(block_key(part, i)) for part in self.draft.parts})
         except DamagedMemoryError:

@@ -40,17 +40,28 @@ class VerifyResult:
 
 def verify(store: MemoryStore, name: str | None) -> list[VerifyResult]:
     """See :meth:`memstore.store.MemoryStore.verify`."""
-    memories = store.memories() if name is None else [store[name]]
-    if not store.records.persistent:  # no other process sees them
-        return [VerifyResult(memory.name, not (wrong := check(memory)), wrong) for memory in memories]
+    return [result for _, result in verified(store, name)]
+
+
+def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyResult]]:
+    """The memories that are there once all have been read, each with its result: what another process removed or
+    replaced meanwhile is not damaged."""
     found: dict[str, tuple[list[str], list[str]]] = {}
-    while waiting := [memory.manifest.id for memory in memories if memory.manifest.id not in found]:
-        answers, how_it_ended = _run(store, waiting)
+    while True:
+        memories = store.memories() if name is None else [store[name]]
+        waiting = [memory for memory in memories if memory.manifest.id not in found]
+        if not waiting:
+            break
+        if not store.records.persistent:  # no other process sees them
+            found.update({memory.manifest.id: (check(memory), []) for memory in waiting})
+            continue
+        ids = [memory.manifest.id for memory in waiting]
+        answers, how_it_ended = _run(store, ids)
         found.update(answers)
-        if how_it_ended and len(answers) < len(waiting):  # it ended while it read the first one it did not answer for
-            found[waiting[len(answers)]] = ([how_it_ended], [])
+        if how_it_ended and len(answers) < len(ids):  # it ended while it read the first one it did not answer for
+            found[ids[len(answers)]] = ([how_it_ended], [])
     return [
-        VerifyResult(memory.name, not problems, problems, caches)
+        (memory, VerifyResult(memory.name, not problems, problems, caches))
         for memory in memories
         for problems, caches in [found[memory.manifest.id]]
     ]
@@ -58,7 +69,8 @@ def verify(store: MemoryStore, name: str | None) -> list[VerifyResult]:
 
 def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, tuple[list[str], list[str]]], str | None]:
     """The answers of one child process, and what ended it early, if anything did."""
-    command = [sys.executable, "-m", "memstore.verify", str(store.path), store.backend]
+    # -P: not with modules of the folder that a user happens to be in.
+    command = [sys.executable, "-P", "-m", "memstore.verify", str(store.path), store.backend]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     child = subprocess.run(command, input="\n".join(ids), capture_output=True, text=True, env=environment)
     answers = {}

@@ -187,7 +187,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dtype": torch.float64}, ConfigError, "'float64'"),
     ({"metadata": {"tags": {1, 2}}}, DocumentError, "metadata.tags"),
     ({"name": ""}, DocumentError, "cannot be a name"),
-    ({"name": 7}, DocumentError, "name: .*string"),
+    ({"name": 7}, DocumentError, "cannot be a name"),
+    ({"name": b"doc"}, DocumentError, "cannot be a name"),
+    ({**TEXT, "text": b"word"}, DocumentError, "a str, not a bytes"),
+    ({"metadata": "author"}, DocumentError, "must be a mapping"),
+    ({"metadata": 7}, DocumentError, "must be a mapping"),
 ]
 
 
@@ -197,6 +201,15 @@ def test_what_cannot_be_encoded_is_refused_in_words(library, llama, tokenizer, k
     with pytest.raises(error, match=message):
         library.encode(llama, **{**good, **keywords})
     assert library.names() == [] and library.records.memory_ids() == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1, True])
+def test_metadata_of_any_number_is_equal_to_itself(library, llama, tmp_path, value):
+    memory = library.encode(llama, input_ids=[5, 6, 7], name="doc", metadata={"x": value})
+    again = library.encode(llama, input_ids=[5, 6, 7], name="doc", metadata={"x": value})
+    assert again.manifest.id == memory.manifest.id
+    library.export(tmp_path / "out")
+    assert [each.manifest.id for each in library.import_from(tmp_path / "out")] == [memory.manifest.id]
 
 
 def test_features_are_for_models_that_read_them(library):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from transformers import BartConfig, BartForConditionalGeneration
 
 import memstore
-from memstore import describe
+from memstore import describe, pending
 from memstore.catalog import PENDING
-from memstore.errors import MemoryExistsError, MemoryNotFoundError
+from memstore.errors import DamagedMemoryError, MemoryExistsError, MemoryNotFoundError
 from tests import tiny
+from tests.faults.harming import damage
 from tests.models import build
 
 WINDOW = 64  # so a section has some 256 tokens, and 8 windows
@@ -28,6 +34,24 @@ def one_thread(monkeypatch):
 @pytest.fixture(scope="module")
 def llama():
     return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def bart():
+    """One whose vocabulary holds all bytes, so that the same tokenizer serves."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=300,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=128,
+    )
+    return BartForConditionalGeneration(config).eval()
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +210,87 @@ def test_another_model_or_dtype_replaces_nothing(library, llama, tokenizer):
         with pytest.raises(MemoryExistsError, match=f"differs in .*{differing}"):
             library.update(model, tokenizer, new, name="doc", **options)
     assert library["doc"].manifest == old.manifest
+
+
+@pytest.mark.parametrize("harm", ["cut", "lost"])
+def test_a_changed_text_is_read_whatever_became_of_the_old_memory(library, llama, tokenizer, harm):
+    old = library.update(llama, tokenizer, text(), name="doc", window=WINDOW).memory
+    data = library.path / "memories" / old.manifest.id / "data.mdb"
+    os.truncate(data, data.stat().st_size - 4096) if harm == "cut" else data.unlink()
+    with pytest.raises(DamagedMemoryError):  # its text is the same, so that a repair has what it needs
+        library.update(llama, tokenizer, text(), name="doc", window=WINDOW)
+    new = EDITS["two places"](text())
+    done = library.update(llama, tokenizer, new, name="doc", window=WINDOW)
+    assert done.num_reused == 0
+    check_same(done.memory, library.encode(llama, tokenizer, new, name="fresh", window=WINDOW, anchors=True))
+    assert len(library.records.memory_ids()) == 2
+
+
+def test_a_damaged_prefix_is_read_again(library, llama):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant", "assistant " * 8)  # too long for a leaf
+    old = library.update(llama, tokenizer, text(), name="doc", window=WINDOW).memory
+    damage(old, b"pkeys.0")
+    new = EDITS["another word"](text())
+    done = library.update(llama, tokenizer, new, name="doc", window=WINDOW)
+    check_same(done.memory, library.encode(llama, tokenizer, new, name="fresh", window=WINDOW, anchors=True))
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "made the same"])
+def test_another_process_may_be_faster(library, llama, tokenizer, monkeypatch, change):
+    library.update(llama, tokenizer, text(), name="doc", window=WINDOW)
+    new, start = EDITS["another word"](text()), pending.start
+
+    def late(*arguments):
+        monkeypatch.setattr(pending, "start", start)
+        if change == "removed":
+            del library["doc"]
+        else:
+            other = new if change == "made the same" else text(seed=3)
+            library.update(llama, tokenizer, other, name="doc", window=WINDOW)
+        return start(*arguments)
+
+    monkeypatch.setattr(pending, "start", late)
+    done = library.update(llama, tokenizer, new, name="doc", window=WINDOW)
+    check_same(done.memory, library.encode(llama, tokenizer, new, name="fresh", window=WINDOW, anchors=True))
+    assert len(library) == 2 == len(library.records.memory_ids())
+
+
+edits = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 90), st.text("abcdefgh .", max_size=60), st.booleans()), max_size=4
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    length=st.integers(1, 700),
+    alphabet=st.sampled_from(["a", "ab", "abcdefghijklmnop .", "aé🙂"]),
+    edits=edits,
+    window=st.integers(1, 64),
+    overlap=st.floats(0, 0.99),
+    batch_size=st.integers(1, 6),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16", "int8", "int4"]),
+    family=st.sampled_from(["llama", "bart"]),
+)
+@example(700, "abcdefghijklmnop .", [(0.5, 0, "x", False)], 16, 0.5, 4, "float32", "llama")
+@example(700, "a", [(0.5, 0, "a", False)], 8, 0.5, 4, "bfloat16", "bart")
+def test_any_edit_gives_what_a_fresh_encoding_gives(
+    library, llama, bart, tokenizer, length, alphabet, edits, window, overlap, batch_size, dtype, family
+):
+    model = llama if family == "llama" else bart
+    options = {"batch_size": batch_size, "dtype": dtype if family == "llama" or "int" not in dtype else "float32"}
+    options |= {"window": window, "overlap": int(overlap * window)}
+    old = "".join(np.random.default_rng(length).choice(list(alphabet), length))
+    new = old
+    for place, deleted, inserted, moved in edits:
+        at = int(place * len(new))
+        new = new[:at] + inserted + new[at + deleted :]
+        new = new[at:] + new[:at] if moved else new
+    library.update(model, tokenizer, old, name="doc", **options)
+    done = library.update(model, tokenizer, new or "x", name="doc", **options)
+    check_same(done.memory, library.encode(model, tokenizer, new or "x", name="fresh", anchors=True, **options))
+    assert done.num_read == 0 or new != old
+    del library["doc"], library["fresh"]
 
 
 def test_what_is_damaged_is_read_again(library, llama, tokenizer):

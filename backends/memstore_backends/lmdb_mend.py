@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import struct
 import uuid
 from collections.abc import Iterable, Iterator
@@ -45,17 +46,16 @@ def mend(path: Path) -> list[str]:
     in one step."""
     folder = path / "catalog"
     data, new = folder / "data.mdb", folder / "new"
-    if not folder.is_dir():
-        return []
     if Catalog.is_open(folder):
         raise StoreInUseError(f"The store {path} is open in this process. Close it first.")
-    kept, problem = _readable(data)
-    copies = {key: value for key, value in _copies(path / "memories", kept) if key not in kept}
-    if copies and not kept:
-        problem = problem or "it is empty"
-    if problem is None:
+    _, copies, problem = _found(path)
+    if problem is None or not (copies or folder.is_dir()):
         return []
+    folder.mkdir(exist_ok=True)
     with alone(folder / "lock.mdb"):
+        kept, copies, problem = _found(path)  # again: what another process was just writing is no damage
+        if problem is None:
+            return []
         shutil.rmtree(new, ignore_errors=True)  # of a process that was killed here
         new.mkdir()
         catalog = Catalog.acquire(new, writable=True)
@@ -63,13 +63,25 @@ def mend(path: Path) -> list[str]:
             catalog.commit({**copies, **kept}, (), {})
         finally:
             catalog.release()
-        before = folder / f"damaged-{uuid.uuid4().hex[:8]}.mdb"
+        said = f"The catalog was damaged ({problem}). {len(kept)} of its records could be read, and {len(copies)} were "
+        said += "restored from copies beside the memories."
         if data.exists():
+            before = folder / f"damaged-{uuid.uuid4().hex[:8]}.mdb"
             os.link(data, before)
+            said += f" What was there is kept as {before}."
         (new / "data.mdb").replace(data)
         shutil.rmtree(new)
-    said = f"The catalog was damaged ({problem}). {len(kept)} of its records could be read, and {len(copies)} were "
-    return [f"{said}restored from copies beside the memories. What was there is kept as {before}."]
+    return [said]
+
+
+def _found(path: Path) -> tuple[dict[bytes, bytes], dict[bytes, bytes], str | None]:
+    """The records of a store's catalog that can be read, those to be had from copies, and what is wrong, if anything
+    is."""
+    kept, problem = _readable(path / "catalog" / "data.mdb")
+    copies = {key: value for key, value in _copies(path / "memories", kept) if key not in kept}
+    if copies and not kept:
+        problem = problem or "it is empty"
+    return kept, copies, problem
 
 
 def _readable(data: Path) -> tuple[dict[bytes, bytes], str | None]:
@@ -122,7 +134,8 @@ def _copies(memories: Path, kept: Iterable[bytes]) -> Iterator[tuple[bytes, byte
     """The copies that are whole, but for those of memories that a kept record names by its end: their tombstones."""
     ends = {key[-32:] for key in kept}
     for file in sorted(memories.glob(f"*/{COPY}")):
-        if file.stat().st_size > MOST or file.parent.name.encode() in ends:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST or file.parent.name.encode() in ends:
             continue
         packed = file.read_bytes()
         if packed[:_CHECKSUM] != xxhash.xxh3_128_digest(packed[_CHECKSUM:]):

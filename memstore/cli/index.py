@@ -76,7 +76,7 @@ def index(
     failed: list[dict[str, str]] = []
 
     def fail(document: documents.Document, error: MemstoreError) -> None:
-        message = str(error) if document.path in str(error) else f"{document.path}: {error}"
+        message = about(document, error)
         complain(message)
         failed.append({"file": document.path, "error": message})
 
@@ -109,6 +109,11 @@ def index(
         if len(found) > 1:
             complain(f"{len(failed)} of {len(found)} documents could not be indexed.")
         raise typer.Exit(1)
+
+
+def about(document: documents.Document, error: MemstoreError) -> str:
+    """What went wrong with a document, which it names."""
+    return str(error) if document.path in str(error) else f"{document.path}: {error}"
 
 
 def reused(update: Update) -> str:

@@ -160,6 +160,8 @@ def verify(
             complain(f"{result.name} is damaged: {' '.join(result.problems)}")
         elif not as_json:
             out.print(" ".join([f"{result.name} is intact.", *result.repaired]), soft_wrap=True)
+    if not results and not as_json:
+        out.print("The store is empty.")
     if as_json:
         write_json({"memories": [dataclasses.asdict(result) for result in results], "mended": mended})
     if not all(result.ok for result in results):

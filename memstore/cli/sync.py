@@ -18,9 +18,9 @@ from memstore.cli.common import (
     out,
     write_json,
 )
-from memstore.cli.index import ReadingProgress, StoredAsOption, reused
+from memstore.cli.index import ReadingProgress, StoredAsOption, about, reused
 from memstore.errors import MemstoreError, StoreNotFoundError
-from memstore.syncing import Comparison, compare, refresh
+from memstore.syncing import Comparison, compare, refresh, remove_gone
 
 
 def sync(
@@ -50,12 +50,12 @@ def sync(
         found, exists = compare(None, folder), False
     done: dict[str, Any] = {"added": [], "changed": [], "removed": [], "failed": []}
 
-    def fail(name: str, error: MemstoreError) -> None:
-        complain(str(error))
-        done["failed"].append({"name": name, "error": str(error)})
+    def fail(name: str, message: str) -> None:
+        complain(message)
+        done["failed"].append({"name": name, "error": message})
 
     for document, error in found.failed:
-        fail(document.name, error)
+        fail(document.name, about(document, error))
     if dry_run:
         _tell(found, done, as_json)
     elif exists or found.added:  # also with nothing to do: what a killed process left goes
@@ -72,20 +72,15 @@ def sync(
                             opened, *loaded, document, text, folder=folder, dtype=stored_as, progress=progress
                         )
                 except MemstoreError as error:
-                    fail(document.name, error)
+                    fail(document.name, about(document, error))
                     continue
                 facts = {"name": document.name, "windows": update.num_windows, "reused": update.num_reused}
                 done[what].append(facts)
                 if not as_json:
                     out.print(f"{what} {document.name}{reused(update)}", soft_wrap=True)
-            for name in found.removed:
-                try:
-                    del opened[name]
-                except MemstoreError as error:
-                    fail(name, error)
-                    continue
-                done["removed"].append(name)
-                if not as_json:
+            done["removed"] = remove_gone(opened, folder)
+            if not as_json:
+                for name in done["removed"]:
                     out.print(f"removed {name}", soft_wrap=True)
     unchanged = [document.name for document in found.unchanged]
     if as_json:

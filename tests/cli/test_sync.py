@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import memstore
+from memstore import syncing
 from tests.cli.conftest import GENESIS, Run
 
 
@@ -85,6 +87,71 @@ def test_a_file_that_cannot_be_read_is_not_gone(sync: Any, folder: Path, tmp_pat
     (folder / "genesis.md").write_text("In the end.")
     assert names(sync()["changed"]) == ["genesis"]
     assert texts(tmp_path / "store")["genesis"] == "In the end."
+
+
+def test_what_stands_in_the_place_of_a_text_is_not_read_and_the_text_not_gone(
+    sync: Any, folder: Path, tmp_path: Path
+) -> None:
+    """It may only be that the disk is not mounted that a link leads to."""
+    (folder / "genesis.txt").rename(tmp_path / "real.txt")
+    (folder / "genesis.txt").symlink_to(tmp_path / "real.txt")
+    sync()
+    (tmp_path / "real.txt").rename(tmp_path / "away.txt")
+    (folder / "letters").rename(tmp_path / "letters")
+    (folder / "letters").symlink_to(tmp_path / "letters")
+    os.mkfifo(folder / "pipe.txt")  # which nobody writes to
+    (folder / "loop.txt").symlink_to("loop.txt")
+    done = sync(expect=1)
+    assert (done["removed"], done["unchanged"], done["added"], done["changed"]) == ([], [], [], [])
+    errors = {each["name"]: each["error"] for each in done["failed"]}
+    assert errors.keys() == {"genesis", "letters/first", "pipe", "loop"}
+    assert "No such file" in errors["genesis"] and "no plain file" in errors["pipe"]
+    assert f"{folder / 'letters'} has become a link" in errors["letters/first"]
+    assert sorted(texts(tmp_path / "store")) == ["genesis", "letters/first"]
+    for path in (folder / "letters", folder / "genesis.txt", folder / "pipe.txt", folder / "loop.txt"):
+        path.unlink()
+    (folder / "exodus.txt").write_text("These are the names.")
+    assert sorted(sync()["removed"]) == ["genesis", "letters/first"]
+
+
+def test_a_folder_may_be_named_by_a_link(run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path) -> None:
+    sync()
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "letters" / "first.md").unlink()
+    result = run("sync", tmp_path / "link", "--model", model, "--store", tmp_path / "store", "--json")
+    assert json.loads(result.stdout)["removed"] == ["letters/first"]
+
+
+def test_what_changed_while_a_model_read_is_not_removed(
+    sync: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync()
+    first = folder / "letters" / "first.md"
+    first.rename(tmp_path / "first.md")
+    (folder / "exodus.txt").write_text("These are the names.")
+    read = syncing.refresh
+
+    def refresh(*arguments: Any, **options: Any) -> Any:
+        (tmp_path / "first.md").rename(first)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr("memstore.cli.sync.refresh", refresh)
+    done = sync()
+    assert (names(done["added"]), done["removed"]) == (["exodus"], [])
+    assert sorted(texts(tmp_path / "store")) == ["exodus", "genesis", "letters/first"]
+
+
+def test_what_goes_wrong_names_the_file(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
+    (folder / "empty.txt").touch()
+    (Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt"))).write_text("No name.")
+    result = run("sync", folder, "--model", model, "--store", tmp_path / "store")
+    assert result.exit_code == 1 and f"Error: {folder / 'empty.txt'}: The document is empty" in result.stderr
+    assert "cannot be a name" in result.stderr and str(folder) in result.stderr.split("cannot be a name")[0][-99:]
+
+
+def test_no_folder_at_all_is_not_the_current_one(run: Run, model: Path, tmp_path: Path) -> None:
+    result = run("sync", "", "--model", model, "--store", tmp_path / "store")
+    assert result.exit_code == 1 and "names no file" in result.stderr
 
 
 def test_an_empty_or_missing_folder_removes_nothing(sync: Any, folder: Path, tmp_path: Path) -> None:
