@@ -26,6 +26,7 @@ from memstore.exchange import (
     OWN,
     TEXT_FILE,
     Layout,
+    data_bytes,
     files,
     folder_name,
     header,
@@ -47,6 +48,8 @@ def export_memory(memory: Memory, folder: Path) -> Path:
     or ExportError if something else is there, or nothing can be written.
     """
     target = folder / folder_name(memory.name)
+    if memory.store.records.persistent and folder.resolve().is_relative_to(memory.store.path):
+        raise ExportError(f"{folder} lies in the store itself, which is no place for other files. Name another folder.")
     with memory.open("off") as opened, _explained(folder):
         _check(opened)
         described = json.dumps(_described(opened), indent=1).encode()
@@ -56,6 +59,7 @@ def export_memory(memory: Memory, folder: Path) -> Path:
         with _alone(folder / f".{target.name}.lock"):
             if target.exists():
                 if (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == described:
+                    _check_sizes(opened, target)
                     return target
                 raise ExportError(f"{target} already exists and is no export of this memory. Name another folder.")
             partial = folder / f".{target.name}.partial"
@@ -80,10 +84,27 @@ def _check(opened: OpenMemory) -> None:
             f"Memory {manifest.name!r} is damaged: its records are not those it was completed with. Remove it and "
             "encode the document again."
         )
-    known = {key for _, layout in files(manifest, OFFSETS in opened.keys) for key in layout}
+    known = {key for _, layout in _files(opened) for key in layout}
     unknown = opened.keys - known - ({TEXT} if manifest.has_text else set())
     if unknown:
         raise FormatError(f"Memory {manifest.name!r} has records that this version does not know: {sorted(unknown)}.")
+
+
+def _check_sizes(opened: OpenMemory, folder: Path) -> None:
+    """That the files of an export are there, and as long as they were. Their bytes are verified when they are
+    imported."""
+    sizes = {name: len(header(layout)) + data_bytes(layout) for name, layout in _files(opened)}
+    if opened.manifest.has_text:
+        sizes[TEXT_FILE] = opened.verified(TEXT).nbytes
+    for name, size in sizes.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise ExportError(
+                f"{folder / name} is not as it was exported. Remove {folder}, and export the memory again."
+            )
+
+
+def _files(opened: OpenMemory) -> Iterator[tuple[str, Layout]]:
+    return files(opened.manifest, OFFSETS in opened.keys)
 
 
 def _described(opened: OpenMemory) -> dict[str, Any]:
@@ -101,7 +122,7 @@ def _described(opened: OpenMemory) -> dict[str, Any]:
 def _write(opened: OpenMemory, folder: Path, described: bytes) -> None:
     if opened.manifest.has_text:
         _put(folder / TEXT_FILE, [opened.verified(TEXT)])
-    for name, layout in files(opened.manifest, OFFSETS in opened.keys):
+    for name, layout in _files(opened):
         _put(folder / name, [header(layout), *_bytes(opened, layout)])
     _put(folder / MANIFEST, [described])
     _sync(folder)

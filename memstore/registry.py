@@ -56,10 +56,12 @@ def adapter_for(model: Any) -> type[Any]:
     """The adapter class for a transformers model: the one that claims its ``config.model_type``, else one that serves
     unknown models and would try this one.
 
-    Raises UnsupportedModelError when there is neither, or the type is refused with a reason; PluginError when there are
-    two.
+    Raises UnsupportedModelError for what is no model, when there is neither, or when the type is refused with a
+    reason; PluginError when there are two.
     """
-    model_type = model.config.model_type
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise UnsupportedModelError(f"{type(model).__name__} is no transformers model. Give the model itself.")
     claims: dict[str, type[Any]] = {}
     willing: dict[str, type[Any]] = {}
     supported: set[str] = set()

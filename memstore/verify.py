@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.errors import DamagedMemoryError, StoreError
+from memstore.errors import DamagedMemoryError, MemstoreError, StoreError
 from memstore.index_files import damaged_indexes
 from memstore.memory import OFFSETS, TEXT, TOKEN_IDS
 from memstore.memory_writer import content_digest, expected_keys
@@ -80,7 +80,7 @@ def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, tuple[list[str],
     if child.returncode < 0:
         return answers, f"The process that read it was ended by {signal.Signals(-child.returncode).name}."
     if child.returncode > 0 or len(answers) < len(ids):
-        raise StoreError(f"The process that checks {store.path} failed:\n{child.stderr.strip()}")
+        raise StoreError(f"The process that checks {store.path} failed: {child.stderr.strip()}")
     return answers, None
 
 
@@ -129,4 +129,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    try:
+        _main()
+    except MemstoreError as error:  # such as one that has been removed meanwhile
+        sys.exit(str(error))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from memstore.store import MemoryStore
+from tests.store import making
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("memstore", "adapters/memstore_adapters", "backends/memstore_backends")
@@ -71,3 +75,15 @@ def test_the_library_logs_to_nobody_who_has_not_asked() -> None:
         ast.unparse(node.func) != "logging.basicConfig" for path in SOURCES for node in nodes(path)
         if isinstance(node, ast.Call)
     )  # fmt: skip
+
+
+def test_a_process_of_ours_runs_nothing_that_lies_in_the_current_folder(
+    library: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script in a folder that came with a store might."""
+    making.write(library)
+    for module in ("json", "xxhash", "memstore"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('this was run')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as in the command itself
+    assert [result.ok for result in library.verify()] == [True]

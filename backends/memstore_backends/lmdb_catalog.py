@@ -215,7 +215,12 @@ class Catalog:
         if self._process != os.getpid():
             self._close()
             self._open()
-        size = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        if (status.st_dev, status.st_ino) != _identity(self._folder):  # what is written to it now would be lost
+            raise StoreError(
+                f"{self._data} is not the file that was opened: it has been moved or replaced. Open it anew."
+            )
+        size = status.st_size
         if size < self._size:  # LMDB never shortens it, and would die of touching what is gone
             raise damaged_catalog(self._data, f"it has been cut to {size} bytes")
         self._size = size

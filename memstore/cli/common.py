@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 import memstore
@@ -30,9 +32,31 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-# No markup: a memory may well be named "[draft]".
-out = Console(markup=False, highlight=False, emoji=False)
-err = Console(markup=False, highlight=False, emoji=False, stderr=True)
+# What moves the cursor, changes colours or turns the reading direction: none of it may come from a store.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """The text with control characters written as escapes, but for line ends and tabs."""
+    text = text.replace("\r\n", "\n")
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Plain(Console):
+    """A console that shows text as it is: a memory may well be named "[draft]"."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+    def status(self, status: Any, **options: Any) -> Status:
+        return super().status(Text(visible(status)), **options)  # what is no Text would be read as markup
+
+
+out = Plain()
+err = Plain(stderr=True)
 
 StoreOption = Annotated[
     Path | None,
@@ -97,12 +121,12 @@ def logged(level: int) -> Iterator[None]:
 
 def complain(message: str) -> None:
     """Write an error message to standard error."""
-    err.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+    err.print(Text.assemble(("Error: ", "bold red"), visible(message)), soft_wrap=True)
 
 
 def note_that(message: str) -> None:
     """Write what is worth knowing to standard error."""
-    err.print(Text.assemble(("Note: ", "bold"), message), soft_wrap=True)
+    err.print(Text.assemble(("Note: ", "bold"), visible(message)), soft_wrap=True)
 
 
 def write_json(document: Any) -> None:

@@ -24,6 +24,7 @@ from memstore.cli.common import (
     open_store,
     out,
     size,
+    visible,
     write_json,
 )
 from memstore.errors import DocumentError, MemstoreError
@@ -135,7 +136,7 @@ class ReadingProgress:
             disable=not err.is_terminal,
         )
         self._name, self._get_time = name, get_time
-        self._task = self.bar.add_task(name, total=None, pace="")
+        self._task = self.bar.add_task(visible(name), total=None, pace="")
         self._first: tuple[int, float] | None = None
         self._summary = ""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import memstore
 from memstore.exchange import folder_name
 from tests.cli.conftest import GENESIS, Run
+from tests.store import making
 
 
 def test_memories_go_from_store_to_store(run: Run, library: Path, tmp_path: Path) -> None:
@@ -47,3 +48,28 @@ def test_what_is_not_there_is_an_error_and_leaves_nothing(run: Run, library: Pat
     assert run("export", "*", tmp_path / "file", "--store", library).exit_code == 1
     assert run("export", "genesis").exit_code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "library"]
+
+
+NAMES = ["[/b]", "\x1b[2J\x1b[31mred", "\u202etxt.exe", "bell\a", "csi\x9b2J"]
+
+
+def test_what_a_store_holds_neither_breaks_nor_steers_the_terminal(run: Run, tmp_path: Path) -> None:
+    path, out, other = tmp_path / "store", tmp_path / "[/out]", tmp_path / "other"
+    with memstore.open(path) as store:
+        for name in NAMES:
+            making.write(store, name)
+    said = [
+        run("list", "--store", path),
+        run("show", NAMES[1], "--store", path),
+        run("verify", "--store", path),
+        run("export", "*", out, "--store", path),
+        run("import", out, "--store", other),
+        run("reindex", NAMES[0], "--store", path, "--backend", "exact"),
+        run("remove", *NAMES, "\x1b[31mmissing", "--store", path),
+    ]
+    assert [result.exit_code for result in said] == [0, 0, 0, 0, 0, 0, 1]
+    for result in said:
+        assert not {"\x1b", "\u202e", "\a", "\x9b"} & set(result.stdout + result.stderr)
+    assert "\\x1b[2J\\x1b[31mred" in said[0].stdout and "\\x1b[31mmissing" in said[-1].stderr
+    with memstore.open(other, "r") as store:
+        assert store.names() == sorted(NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from memstore.errors import DamagedMemoryError, FormatError, StoreBusyError, Sto
 from memstore.memory import block_key
 from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
+from memstore_backends import lmdb_mend
 from tests.faults.harming import contents, damage, data_of
 from tests.store import making
 
@@ -55,6 +57,10 @@ def cut(data: Path) -> None:
     os.truncate(data, 8192)
 
 
+def lose_the_folder(data: Path) -> None:
+    shutil.rmtree(data.parent)
+
+
 def forget_a_record(data: Path) -> None:
     whole = data.read_bytes()
     data.write_bytes(whole.replace(key(SEALED, "ruth"), b"l" + key(SEALED, "ruth")[1:]))
@@ -64,7 +70,7 @@ def change_a_manifest(data: Path) -> None:
     data.write_bytes(data.read_bytes().replace(b"esther", b"eskher"))
 
 
-@pytest.mark.parametrize("harm", [lose, fill_with_zeros, cut, forget_a_record, change_a_manifest])
+@pytest.mark.parametrize("harm", [lose, lose_the_folder, fill_with_zeros, cut, forget_a_record, change_a_manifest])
 def test_a_damaged_catalog_is_made_whole_from_copies(library: MemoryStore, harm: Any) -> None:
     for name in ("esther", "gone", "ruth"):
         making.write(library, name)
@@ -88,7 +94,52 @@ def test_a_damaged_catalog_is_made_whole_from_copies(library: MemoryStore, harm:
             assert contents(store[name]) == values[name]
         making.write(store, "job")
     kept = list(catalog_of(library).parent.glob("damaged-*.mdb"))
-    assert len(kept) == (harm is not lose)
+    assert len(kept) == (harm not in (lose, lose_the_folder)) == ("is kept as" in done)
+
+
+def test_a_catalog_that_another_process_was_just_writing_is_not_replaced(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library)
+    library.close()
+    readable = lmdb_mend._readable
+
+    def torn(data: Path) -> Any:
+        monkeypatch.setattr(lmdb_mend, "_readable", readable)
+        before = readable(data)
+        with memstore.open(library.path) as store:
+            making.write(store, "ruth")
+        return before[0], "a page was being written"
+
+    monkeypatch.setattr(lmdb_mend, "_readable", torn)
+    assert mend_catalog(library.path, "lmdb") == []
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther", "ruth"]
+
+
+def test_what_is_no_copy_is_passed_over(library: MemoryStore) -> None:
+    records = [making.write(library, name) for name in ("esther", "ruth", "tobit")]
+    copies = [data_of(memory).with_name("record") for memory in records]
+    for copy in copies[:2]:
+        copy.unlink()
+    copies[0].mkdir()
+    os.mkfifo(copies[1])  # which nobody writes to
+    results = {result.name: result for result in library.verify(repair=True)}
+    assert all(result.ok for result in results.values())
+    assert "The copy of its record was not renewed" in results["esther"].caches[0] and copies[1].is_file()
+    copies[1].unlink()
+    os.mkfifo(copies[1])
+    library.close()
+    lose(library.path / "catalog" / "data.mdb")
+    (done,) = mend_catalog(library.path, "lmdb")
+    assert "1 were restored" in done
+    with memstore.open(library.path) as store:
+        assert store.names() == ["tobit"]
+
+
+def test_nothing_is_mended_where_there_is_no_store(tmp_path: Path) -> None:
+    assert mend_catalog(tmp_path / "missing", "lmdb") == [] == mend_catalog(tmp_path, "lmdb")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_catalog_is_not_mended_while_it_is_in_use(library: MemoryStore) -> None:

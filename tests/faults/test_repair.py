@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore import describe
+from memstore import describe, encode
 from memstore.errors import DamagedMemoryError
 from memstore.indexes import reindex
 from memstore.memory import block_key
@@ -61,11 +61,49 @@ def test_another_model_repairs_nothing_and_costs_nothing(library: MemoryStore, e
     (result,) = library.verify("ids", repair=True, model=build("bart", seed=1))
     assert not result.ok and "the model given is not the one that wrote it: weights" in result.problems[-1]
     assert library.names() == ["anchored", "ids", "text"]
+    (result,) = library.verify("ids", repair=True, model="bart")
+    assert "str is no transformers model" in result.problems[-1]
     assert library["ids"].manifest == memory.manifest
     with library["ids"].open() as opened:  # what was whole is as it was
         opened.block("hidden", 0)
         with pytest.raises(DamagedMemoryError):
             opened.block("hidden", 1)
+
+
+@pytest.mark.parametrize("change", ["repaired", "removed", "interrupted"])
+def test_other_processes_while_one_repairs(
+    library: MemoryStore, encoded: dict[str, Any], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    memory, (model, tokenizer) = library["text"], encoded["text"]
+    before, names, write = contents(memory), library.names(), encode.write
+    damage(memory, block_key("keys.0", 1))
+    inner = []
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(encode, "write", write)
+        assert library.names() == names  # nothing half-made is seen
+        if change == "interrupted":
+            raise KeyboardInterrupt
+        if change == "removed":
+            del library["text"]
+        else:
+            inner.extend(library.verify("text", repair=True, model=model, tokenizer=tokenizer))
+        return write(*arguments)
+
+    monkeypatch.setattr(encode, "write", late)
+    try:
+        (result,) = library.verify("text", repair=True, model=model, tokenizer=tokenizer)
+    except KeyboardInterrupt:
+        (result,) = library.verify("text", repair=True, model=model, tokenizer=tokenizer)
+    if change == "removed":
+        assert not result.ok and "by another process" in result.problems[-1]
+        assert library.names() == ["anchored", "ids"]
+        return
+    assert result.ok and contents(library["text"]) == before
+    assert library.names() == names and len(library.records.memory_ids()) == 3
+    assert library.records.lock_names() == []
+    if change == "repaired":
+        assert "Another process is encoding 'text'" in inner[0].problems[-1]
 
 
 def test_a_damaged_index_is_noted_and_built_anew(library: MemoryStore, encoded: dict[str, Any]) -> None:

@@ -9,10 +9,12 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import memstore
+from memstore import verify as verifying
 from memstore.errors import DamagedMemoryError, MemoryNotFoundError, StoreError
 from memstore.store import MemoryStore
 from tests.store import making
@@ -279,6 +281,48 @@ def test_a_crash_of_the_checking_process_is_reported_as_damage(
     monkeypatch.syspath_prepend(folder)
     assert [result.ok for result in library.verify()] == [True, False, True]
     assert signal.SIGBUS.name in library.verify("b")[0].problems[0]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_changes_while_it_is_checked_is_not_damaged(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    for name in ("esther", "ruth", "tobit"):
+        making.write(library, name)
+    run = verifying._run
+
+    def late(store: MemoryStore, ids: list[str]) -> Any:
+        monkeypatch.setattr(verifying, "_run", run)
+        done = run(store, ids) if when == "after" else None
+        del library["esther"], library["ruth"]
+        making.write(library, "ruth")
+        return done or run(store, ids)
+
+    monkeypatch.setattr(verifying, "_run", late)
+    assert [(result.name, result.ok) for result in library.verify()] == [("ruth", True), ("tobit", True)]
+    monkeypatch.setattr(verifying, "_run", late)
+    making.write(library, "esther")
+    assert [(result.name, result.ok) for result in library.verify(repair=True)] == [("ruth", True), ("tobit", True)]
+    monkeypatch.setattr(verifying, "_run", late)
+    making.write(library, "esther")
+    with pytest.raises(MemoryNotFoundError):
+        library.verify("esther")
+
+
+def test_a_store_that_is_removed_while_it_is_checked_is_an_error_in_words(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library)
+    run = verifying._run
+
+    def late(store: MemoryStore, ids: list[str]) -> Any:
+        shutil.rmtree(library.path)
+        return run(store, ids)
+
+    monkeypatch.setattr(verifying, "_run", late)
+    with pytest.raises(StoreError, match="There is no store at") as caught:
+        library.verify()
+    assert "Traceback" not in str(caught.value)
 
 
 def test_a_checking_process_that_fails_is_an_error(library: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -454,3 +454,27 @@ def test_what_is_no_manifest_is_a_format_error(raw: dict[str, Any]) -> None:
         except FormatError:
             continue
         assert Manifest.model_validate(manifest.model_dump()) == manifest
+
+
+@pytest.mark.parametrize("inside", ["", "memories", "locks", "catalog/new", "out"])
+def test_nothing_is_exported_into_the_store_itself(library: MemoryStore, inside: str) -> None:
+    making.write(library)
+    before = sorted(library.path.rglob("*"))
+    with pytest.raises(ExportError, match="lies in the store itself"):
+        library.export(library.path / inside)
+    assert sorted(library.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("file", ["text.txt", "document.safetensors", "prefix.safetensors", "block-00001.safetensors"])
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 1)])
+def test_an_export_that_lacks_something_does_not_pass_for_done(
+    library: MemoryStore, tmp_path: Path, file: str, harm: Callable[[Path], None]
+) -> None:
+    making.write(library)
+    (folder,) = library.export(tmp_path / "out")
+    assert library.export(tmp_path / "out") == [folder]
+    harm(folder / file)
+    with pytest.raises(ExportError, match=f"{file} is not as it was exported. Remove {folder}"):
+        library.export(tmp_path / "out")
+    shutil.rmtree(folder)
+    assert library.export(tmp_path / "out") == [folder]

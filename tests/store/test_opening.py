@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,26 @@ def test_a_path_that_no_store_can_have(tmp_path: Path, path: str) -> None:
     for mode in ("a", "r"):
         with pytest.raises(StoreError):
             memstore.open(path.format(tmp_path), mode)
+
+
+@pytest.mark.parametrize("change", ["moved", "removed", "replaced by a copy"])
+def test_a_store_that_is_no_longer_where_it_was_opened_takes_nothing_more(tmp_path: Path, change: str) -> None:
+    """What would be written to its catalog would be lost."""
+    path = tmp_path / "store"
+    with memstore.open(path) as store:
+        memory = making.write(store)
+        with memory.open() as opened:
+            if change == "removed":
+                shutil.rmtree(path)
+            else:
+                path.rename(tmp_path / "moved")
+            if change == "replaced by a copy":
+                shutil.copytree(tmp_path / "moved", path)
+            for ask in (store.names, lambda: making.write(store, "ruth"), lambda: store.__delitem__("esther")):
+                with pytest.raises(StoreError, match="moved or replaced. Open it anew"):
+                    ask()
+            assert opened.rows("large", 0, 3).shape == (3, 40)  # who has a memory open keeps reading it
+    if change != "removed":
+        with memstore.open(tmp_path / "moved") as store:
+            assert store.names() == ["esther"]
+            making.check(store["esther"])
