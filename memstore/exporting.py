@@ -48,7 +48,11 @@ def export_memory(memory: Memory, folder: Path) -> Path:
     or ExportError if something else is there, or nothing can be written.
     """
     target = folder / folder_name(memory.name)
-    if memory.store.records.persistent and folder.resolve().is_relative_to(memory.store.path):
+    try:
+        inside = memory.store.records.persistent and folder.resolve().is_relative_to(memory.store.path)
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no possible path
+        raise ExportError(f"{str(folder)!r} cannot be the path of a folder: {error}. Name another one.") from error
+    if inside:
         raise ExportError(f"{folder} lies in the store itself, which is no place for other files. Name another folder.")
     with memory.open("off") as opened, _explained(folder):
         _check(opened)

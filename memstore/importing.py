@@ -71,13 +71,18 @@ def import_memory(store: MemoryStore, folder: Path) -> Memory:
     for name, layout in files(manifest, has_offsets):  # before anything is written
         _check_size(folder / name, layout)
     draft = manifest.model_copy(update={"digest": None})
-    with store.create(draft, _document(folder, manifest, has_offsets)) as writer:
-        # An interrupted writer of the same memory began it at another time.
-        writer.manifest = draft.model_copy(update={"id": writer.manifest.id})
-        resumed = writer.num_blocks_done > 0
-        _fill(writer, folder, has_offsets)
-        if writer.digest() == manifest.digest:
-            return writer.finish()
+    document = _document(folder, manifest, has_offsets)
+    try:
+        with store.create(draft, document) as writer:
+            # An interrupted writer of the same memory began it at another time.
+            writer.manifest = draft.model_copy(update={"id": writer.manifest.id})
+            resumed = writer.num_blocks_done > 0
+            _fill(writer, folder, has_offsets)
+            if writer.digest() == manifest.digest:
+                return writer.finish()
+    except (DamagedMemoryError, ExportError):  # of these files nothing will come
+        pending.drop(store.records, manifest.name)
+        raise
     pending.drop(store.records, manifest.name)
     if resumed:  # what was there already may be what differs
         return import_memory(store, folder)

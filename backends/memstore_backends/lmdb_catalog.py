@@ -248,7 +248,7 @@ class Catalog:
         if lock:
             prepare(lock_file, MAX_READERS)
         self._env = lmdb.open(
-            str(self._folder),
+            os.fsencode(self._folder),  # which may be no text
             map_size=CATALOG_MAP,
             max_readers=MAX_READERS,
             readonly=not self._writable,

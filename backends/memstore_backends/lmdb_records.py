@@ -59,6 +59,8 @@ class LmdbRecords(RecordStore):
             data = catalog / "data.mdb"
             if not (data.is_file() and data.stat().st_size) and self.memory_ids():  # LMDB would make an empty one
                 raise damaged_catalog(data, "it is missing or empty")
+            if path.exists() and not path.is_dir():
+                raise StoreError(f"{path} is no folder, and so no store. Choose another path.")
             if not data.is_file():
                 if mode == "r":
                     raise StoreNotFoundError(f'There is no store at {path}. Check the path, or open it with mode="a".')
@@ -188,7 +190,7 @@ class _Writer(RecordWriter):
             if self._data.exists() and self._data.stat().st_size and (problem := problem_of(self._data)):
                 raise _damaged(self._data, problem)
             self._env: lmdb.Environment | None = lmdb.open(
-                str(folder),
+                os.fsencode(folder),  # which may be no text
                 # A value takes up to twice its size where it barely fails to fit into a leaf; unused map costs nothing.
                 map_size=2 * capacity + (64 << 20),
                 lock=False,  # the store lets one writer in, and readers only after the seal

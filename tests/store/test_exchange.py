@@ -478,3 +478,34 @@ def test_an_export_that_lacks_something_does_not_pass_for_done(
         library.export(tmp_path / "out")
     shutil.rmtree(folder)
     assert library.export(tmp_path / "out") == [folder]
+
+
+@pytest.mark.parametrize("harm", ["header", "cut in the middle", "lost in the middle"])
+def test_what_is_found_damaged_on_the_way_leaves_nothing(
+    library: MemoryStore, other: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    making.write(library)
+    (folder,) = library.export(tmp_path / "out")
+    block, fill = folder / "block-00002.safetensors", importing._fill
+    if harm == "header":
+        block.write_bytes(b"\xff" * 8 + block.read_bytes()[8:])
+
+    def late(*arguments: Any) -> None:
+        if harm == "cut in the middle":
+            os.truncate(block, 100)
+        elif harm == "lost in the middle":
+            block.unlink()
+        fill(*arguments)
+
+    monkeypatch.setattr(importing, "_fill", late)
+    with pytest.raises((DamagedMemoryError, ExportError), match="block-00002"):
+        other.import_from(folder)
+    assert other.records.items(PENDING) == [] == other.records.memory_ids() == other.records.lock_names()
+
+
+@pytest.mark.parametrize("path", ["a\0b", "loop"])
+def test_no_possible_folder_is_an_error_in_words(library: MemoryStore, tmp_path: Path, path: str) -> None:
+    making.write(library)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ExportError, match="cannot be the path of a folder"):
+        library.export(tmp_path / path)

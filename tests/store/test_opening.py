@@ -168,3 +168,21 @@ def test_a_store_that_is_no_longer_where_it_was_opened_takes_nothing_more(tmp_pa
         with memstore.open(tmp_path / "moved") as store:
             assert store.names() == ["esther"]
             making.check(store["esther"])
+
+
+@pytest.mark.parametrize("mode", ["a", "r"])
+def test_what_is_no_folder_is_no_store(tmp_path: Path, mode: Any) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "file", tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(StoreError, match="is no folder, and so no store"):
+            memstore.open(path, mode)
+
+
+def test_the_path_of_a_store_need_not_be_text(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    with memstore.open(path) as store:
+        making.write(store)
+        assert store.verify()[0].ok
+    with memstore.open(path, "r") as store:
+        making.check(store["esther"])
