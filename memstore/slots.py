@@ -48,13 +48,19 @@ def slot_name(layer: int, head: int) -> str:
 
 
 def slots(manifest: Manifest) -> list[Slot]:
-    """The slots of a memory, layer by layer. Raises StoreError for a kind of memory that is not searched."""
+    """The slots of a memory, layer by layer. Raises StoreError for a kind of memory that is not searched, FormatError
+    for one whose parts are not those of its kind, as nothing but a stranger's program writes."""
+    parts = manifest.parts
     if manifest.kind == "hidden":
+        if "hidden" not in parts or len(parts["hidden"].shape) != 1:
+            raise FormatError(f"Memory {manifest.name!r} has parts that are not those of encoder states: {[*parts]}.")
         return [Slot("hidden")]
     if manifest.kind != "kv":
         raise StoreError(f"Memory {manifest.name!r} is of kind {manifest.kind!r}, which no index searches.")
     try:
-        shapes = {int(part[5:]): spec.shape for part, spec in manifest.parts.items() if part.startswith("keys.")}
+        shapes = {int(part[5:]): spec.shape for part, spec in parts.items() if part.startswith("keys.")}
+        if not shapes or any(f"values.{layer}" not in parts for layer in shapes):
+            raise ValueError(f"{[*parts]}")
         return [
             Slot(slot_name(layer, g), layer, g) for layer, (heads, _) in sorted(shapes.items()) for g in range(heads)
         ]
