@@ -307,3 +307,9 @@ def test_the_score_of_questions_without_an_answer_is_as_good_as_published() -> N
     assert (passing["held-out", True], passing["held-out", False], passing["near", False]) == (20, 4, 11)
     attention = [kinds["held-out"]["auc"] for name, kinds in result["summary"].items() if name != "coverage"]
     assert len(attention) == 5 and max(attention) < 0.7 < result["summary"]["coverage"]["near"]["auc"]
+
+
+def test_what_is_claimed_of_choosing_was_measured() -> None:
+    """A token costs no more for being written beside a longer memory, within what bench/README.md says."""
+    seconds = json.loads((ROOT / "bench/results/choose.json").read_text())["cpu_and_wall_seconds"]
+    assert seconds["token/262144"][0] <= 1.3 * seconds["token/16384"][0]
