@@ -267,7 +267,8 @@ def fused_attention(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor |
     outputs = []
     for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True):
         some = [_seen(key, value, rows_of(mask, start, start + QUERY_CHUNK)) for key, value, mask in sets]
-        keys, values = (_side_by_side(chunk, [each[i] for each in some]) for i in (0, 1))
+        keys = _side_by_side(chunk, [key for key, _, _ in some])
+        values = _side_by_side(chunk, [value for _, value, _ in some])
         masks = [_additive(mask, chunk, key.shape[2]) for key, _, mask in some]
         rows, heads = (max(mask.shape[i] for mask in masks) for i in (0, 1))
         mask = torch.cat([each.expand(rows, heads, chunk.shape[2], -1) for each in masks], dim=-1)
