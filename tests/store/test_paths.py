@@ -12,7 +12,7 @@ from memstore.indexes import reindex
 from tests.models import build, tokens
 
 
-@pytest.mark.parametrize("folder", ["two words", "Bücher, мысли, 書", "it's \"quoted\" & $HOME;*?[x]", "a\nb", "-f"])
+@pytest.mark.parametrize("folder", ["two words", "Bücher, мысли, 書", 'it\'s "quoted" & $HOME;*?[x]', "a\nb", "-f"])
 def test_a_store_may_lie_anywhere(tmp_path: Path, folder: str) -> None:
     path, model = tmp_path / folder / "my store", build("bart")
     path.parent.mkdir()
