@@ -61,7 +61,7 @@ def start(store: MemoryStore, draft: Manifest, document: Document, replacing: Ma
         except BaseException:
             lock.release()
             raise
-        lock.release(discard=True)  # another process was faster: look again
+        lock.release()  # another process was faster, and this memory may yet be there: look again
 
 
 def manifest_of(records: RecordStore, name: str) -> Manifest | None:
@@ -87,7 +87,10 @@ def drop(records: RecordStore, name: str) -> bool:
         return False
     lock = _acquire(records, manifest)
     try:
-        dropped = remove(records, pending_key, value, manifest.id)
+        if _may_be_complete(records, manifest):
+            dropped = records.commit({}, [pending_key], {pending_key: value})
+        else:
+            dropped = remove(records, pending_key, value, manifest.id)
     except BaseException:
         lock.release()
         raise
@@ -95,14 +98,33 @@ def drop(records: RecordStore, name: str) -> bool:
     return dropped or drop(records, name)  # if another process was faster: look again
 
 
+def _may_be_complete(records: RecordStore, manifest: Manifest) -> bool:
+    """Whether the complete memory of this name has the same records: a mended catalog may know it in both states."""
+    try:
+        value = records.get(key(SEALED, manifest.name))
+        return value is not None and Manifest.unpack(value).id == manifest.id
+    except (DamagedMemoryError, FormatError):
+        return True
+
+
 def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memory_id: str) -> bool:
     """Remove a memory, complete or not. False if the catalog no longer has this value for it."""
     tombstone = TOMBSTONE + memory_id.encode()
+    records.drop_copy(memory_id)
     removed = records.commit({tombstone: b""}, [manifest_key], {manifest_key: value})
     if removed:
         logger.info("removed memory %s from %s", memory_id, records.path)
         _bury(records, tombstone)
     return removed
+
+
+def remove_unreadable(records: RecordStore, manifest_key: bytes) -> None:
+    """Remove a complete memory whose manifest cannot be read. Its id, without which its space stays taken, is found
+    where a copy of the manifest lies; and the copy must not bring it back."""
+    tombstones = [TOMBSTONE + memory_id.encode() for memory_id in records.copied(manifest_key)]
+    records.commit(dict.fromkeys(tombstones, b""), [manifest_key])
+    for tombstone in tombstones:
+        _bury(records, tombstone)
 
 
 def replace(records: RecordStore, name: str, other: str) -> bool:
@@ -113,11 +135,21 @@ def replace(records: RecordStore, name: str, other: str) -> bool:
         return False
     manifest = Manifest.unpack(new).model_copy(update={"name": name})
     tombstone, value = TOMBSTONE + Manifest.unpack(old).id.encode(), manifest.pack()
-    records.copy(manifest.id, keys[0], value)
+    for memory_id in (Manifest.unpack(old).id, manifest.id):  # which has one of the other name
+        records.drop_copy(memory_id)
     replaced = records.commit({keys[0]: value, tombstone: b""}, [keys[1]], dict(zip(keys, (old, new), strict=True)))
     if replaced:
+        copy(records, manifest, keys[0], value)
         _bury(records, tombstone)
     return replaced
+
+
+def copy(records: RecordStore, manifest: Manifest, sealed_key: bytes, value: bytes) -> None:
+    """Keep a copy of a manifest beside its memory, which is complete and whole without it."""
+    try:
+        records.copy(manifest.id, sealed_key, value)
+    except StoreError as error:
+        logger.warning("memory %r: its manifest could not be copied: %s", manifest.name, error)
 
 
 def reclaim(records: RecordStore) -> None:
@@ -173,10 +205,12 @@ def _writer(
         pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
         tombstones = [] if replaced is None else [TOMBSTONE + Manifest.unpack(replaced).id.encode()]
         value = sealed.pack()
-        records.copy(manifest.id, sealed_key, value)
+        if replaced is not None:
+            records.drop_copy(Manifest.unpack(replaced).id)
         puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
         if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
             raise StoreError(f"Memory {manifest.name!r} was removed while it was being written.")
+        copy(records, sealed, sealed_key, value)
         lock.release(discard=True)
         for tombstone in tombstones:
             with contextlib.suppress(StoreError):  # the next opening tries again

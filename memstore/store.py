@@ -153,8 +153,8 @@ class MemoryStore:
                     with contextlib.suppress(MemoryBusyError):  # an update of it, which then finds nothing to replace
                         pending.drop(self.records, name)
                     return
-        except (DamagedMemoryError, FormatError):  # its id cannot be read, so its space stays taken
-            self.records.commit({}, [sealed_key])
+        except (DamagedMemoryError, FormatError):
+            pending.remove_unreadable(self.records, sealed_key)
             return
         if not pending.drop(self.records, name):
             raise self._not_found(name)

@@ -46,13 +46,18 @@ def prepare(lock_file: Path, max_readers: int) -> None:
 
 @contextmanager
 def alone(lock_file: Path) -> Iterator[None]:
-    """Inside, no process has the environment open. Raises StoreBusyError if one has."""
+    """Inside, no process has the environment open, and what the lock file says of it is forgotten: another file may be
+    in its place afterwards. Raises StoreBusyError if one has.
+
+    Only while this process does not have it open, as :func:`prepare`.
+    """
     fd = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         except OSError as error:
             raise StoreBusyError(f"Another process uses {lock_file.parent}. End all that do, and repeat.") from error
+        os.pwrite(fd, bytes(_BODY.size), 0)  # not cut: a child that was forked by a process that is gone may map it
         yield
     finally:
         os.close(fd)
