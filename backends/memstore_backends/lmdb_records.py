@@ -1,6 +1,6 @@
 """Records in LMDB: one environment for the catalog, one write-once environment per memory.
 
-    <store>/catalog/data.mdb            names, manifests; its map is CATALOG_MAP bytes of address space, never resized
+    <store>/catalog/data.mdb            names, manifests; its map has CATALOG_MAP bytes, and doubles when it is full
     <store>/memories/<id>/data.mdb      the records of one memory; its indexes lie beside it
     <store>/memories/<id>/record        a copy of its catalog record
     <store>/locks/                      who is writing what
