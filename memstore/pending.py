@@ -95,6 +95,8 @@ def drop(records: RecordStore, name: str) -> bool:
         lock.release()
         raise
     lock.release(discard=True)
+    if dropped:
+        logger.info("gave up the unfinished memory %r in %s", name, records.path)
     return dropped or drop(records, name)  # if another process was faster: look again
 
 
@@ -113,7 +115,6 @@ def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memor
     records.drop_copy(memory_id)
     removed = records.commit({tombstone: b""}, [manifest_key], {manifest_key: value})
     if removed:
-        logger.info("removed memory %s from %s", memory_id, records.path)
         _bury(records, tombstone)
     return removed
 
@@ -215,7 +216,10 @@ def _writer(
         for tombstone in tombstones:
             with contextlib.suppress(StoreError):  # the next opening tries again
                 _bury(records, tombstone)
-        logger.info("wrote memory %r: %d tokens in %d blocks", sealed.name, sealed.num_tokens, sealed.num_blocks)
+        instead = " in the place of an earlier version" if tombstones else ""
+        logger.info(
+            "wrote memory %r: %d tokens in %d blocks%s", sealed.name, sealed.num_tokens, sealed.num_blocks, instead
+        )
         return Memory(store, sealed)
 
     try:
@@ -229,6 +233,8 @@ def _writer(
         writer.put_document(document)
         if writer.num_done:
             logger.info("memory %r goes on after %d of %d tokens", manifest.name, writer.num_done, manifest.num_tokens)
+        else:
+            logger.info("memory %r is begun: %d tokens in %s", manifest.name, manifest.num_tokens, records.path)
     except BaseException:
         opened.close()
         raise

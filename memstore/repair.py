@@ -103,6 +103,7 @@ def _read_anew(memory: Memory, result: VerifyResult, model: Any, tokenizer: Any)
     except MemstoreError as error:  # what is damaged stays as it is
         with suppress(MemoryNotFoundError):
             del store[temporary]
+        logger.warning("memory %r could not be read anew: %s", memory.name, error)
         return replace(result, problems=[*result.problems, f"It could not be read anew: {error}"])
     same = fresh.manifest.digest == manifest.digest
     how = "to the bytes it had" if same else "to other bytes than it had: libraries or the device differ"

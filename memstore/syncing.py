@@ -6,6 +6,7 @@ A memory remembers in its metadata the file it was made of ("source"), and the f
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memstore.updating import Update
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,11 +61,13 @@ def compare(store: MemoryStore | None, folder: str) -> Comparison:
                 check_source(memory, document, folder)
                 comparison.changed.append(document)
         except MemstoreError as error:
+            logger.info("%s is left as it is: %s", document.path, error)
             comparison.failed.append((document, error))
     names = {document.name for document in found}
     whole = _text(folder)
     gone = (memory for name, memory in known.items() if name not in names)
     comparison.removed = [memory.name for memory in gone if memory.metadata.get("folder") == whole]
+    logger.info("%s: %s", folder, ", ".join(f"{len(found)} {what}" for what, found in vars(comparison).items()))
     return comparison
 
 

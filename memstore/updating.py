@@ -8,6 +8,7 @@ an edit moves, only the blocks before the edit are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from memstore.interfaces import ModelAdapter
     from memstore.store import MemoryStore
+
+logger = logging.getLogger(__name__)
 
 # In these a memory may differ from one of an earlier version of its text; any other difference makes it another memory.
 DOCUMENT = {"num_tokens", "document_digest", "anchors", "lead_ids", "prefix_ids", "metadata"}
@@ -98,6 +101,7 @@ def update(
         raise another_exists(before.manifest, draft, differing)
     with before.open("anew") as opened:  # what is damaged must not get a checksum of its own
         if not differing:
+            logger.info("memory %r holds this document already", name)
             return Update(before, num_windows, 0)
         assert document.token_ids is not None
         with store.create(draft, document, before.manifest) as writer:
@@ -105,6 +109,7 @@ def update(
             earlier.copy(writer)
             reader = Reader(adapter, source, writer)
             memory = write(writer, adapter, lambda group: earlier.rows(group) or reader(group), progress)
+            logger.info("memory %r: %d of %d windows were read again", name, reader.num_read, num_windows)
             return Update(memory, num_windows, reader.num_read)
 
 

@@ -6,6 +6,7 @@ python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "p
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,9 @@ from memstore.memory_writer import content_digest, expected_keys
 if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.store import MemoryStore
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,18 @@ class VerifyResult:
 def verify(store: MemoryStore, name: str | None) -> list[VerifyResult]:
     """See :meth:`memstore.store.MemoryStore.verify`."""
     memories = store.memories() if name is None else [store[name]]
+    logger.info("checking every byte of %d memories of %s", len(memories), store.path)
     if not store.records.persistent:  # no other process sees them
-        return [VerifyResult(memory.name, not (wrong := check(memory)), wrong) for memory in memories]
+        results = [VerifyResult(memory.name, not (wrong := check(memory)), wrong) for memory in memories]
+    else:
+        results = _in_other_processes(store, memories)
+    for result in results:
+        for problem in (*result.problems, *result.caches):
+            logger.warning("memory %r: %s", result.name, problem)
+    return results
+
+
+def _in_other_processes(store: MemoryStore, memories: list[Memory]) -> list[VerifyResult]:
     found: dict[str, tuple[list[str], list[str]]] = {}
     while waiting := [memory.manifest.id for memory in memories if memory.manifest.id not in found]:
         answers, how_it_ended = _run(store, waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import struct
 import threading
@@ -21,6 +22,8 @@ from memstore_backends.lmdb_lock import prepare
 from memstore_backends.lmdb_pages import PageError, is_newer, meta, page_size
 from memstore_backends.lmdb_snapshot import Snapshot
 from memstore_backends.lmdb_summary import SUMMARY, Summary, damaged_catalog, opened, sealed
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -178,6 +181,7 @@ class Catalog:
                 with self._lock, translated(self._folder):
                     env = self._opened()
                     env.set_mapsize(2 * env.info()["map_size"])
+                logger.info("the map of %s was full and has been doubled", self._folder)
 
     def _commit(self, puts: Mapping[bytes, bytes], deletes: list[bytes], expect: Mapping[bytes, bytes | None]) -> bool:
         with self._transaction(write=True) as transaction:
@@ -236,7 +240,9 @@ class Catalog:
             raise damaged_catalog(self._data, f"it has been cut to {size} bytes")
         self._size = size
         if write:  # a reader that was killed would hold back the pages it read, and the file would grow for ever
-            env.reader_check()
+            cleared = env.reader_check()
+            if cleared:
+                logger.info("cleared %d readers of %s, which were killed", cleared, self._folder)
         try:
             return env.begin(write=write)
         except lmdb.MapResizedError:  # by another process

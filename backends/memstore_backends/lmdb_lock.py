@@ -7,6 +7,7 @@ believes it.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import struct
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from memstore.errors import StoreBusyError, StoreError
+
+logger = logging.getLogger(__name__)
 
 _BODY = struct.Struct("<IIQI")  # magic, format, transaction, readers
 _MAGIC = 0xBEEFC0DE
@@ -38,6 +41,7 @@ def prepare(lock_file: Path, max_readers: int) -> None:
                     "memory is lost."
                 ) from error
             os.ftruncate(fd, 0)
+            logger.info("%s was damaged, and is made anew: nobody used it", lock_file)
         if os.fstat(fd).st_blocks * 512 < size:
             os.posix_fallocate(fd, 0, size)
     finally:
