@@ -33,7 +33,10 @@ coverage: $(VENV)/.installed  ## Run all tests, and say which lines of memstore/
 	$(BIN)/python -m pytest --numprocesses=auto --dist=worksteal --cov=memstore --cov-report=term-missing:skip-covered
 
 audit: $(VENV)/.audit/.installed  ## Ask PyPI's advisories about the pinned versions of all packages
-	$(VENV)/.audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
+	@$(VENV)/.audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip || { \
+		echo "The pins are not known to be clean. An advisory above: raise that pin in constraints.txt. 'could not be audited', or" \
+			"no connection: this index does not serve advisories; nothing was learnt. Repeat where PyPI itself can be reached." >&2; \
+		exit 1; }
 
 format: $(VENV)/.installed  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .

@@ -136,6 +136,24 @@ def perplexity_table(result: Row) -> Iterator[str]:
         yield f"| {' | '.join([f'{length:,}', *figures, f'{lower} of {len(places)}', *exact])} |"
 
 
+def choose_table(result: Row) -> Iterator[str]:
+    """CPU seconds of reading prompts, and of choosing what is read for them, by the length of the memory."""
+    seconds = result["cpu_and_wall_seconds"]
+    prompts = sorted({int(name.split("/")[1]) for name in seconds if name.startswith("plain/")})
+    lengths = sorted({int(name.split("/")[1]) for name in seconds if name.startswith("token/")})
+    heads = [f"{prompt:,} tokens: plain, with memory, of it choosing" for prompt in prompts]
+    yield f"| tokens in memory | {' | '.join(heads)} | the first once more | a token, ms |"
+    yield f"|---|{'---|' * (len(prompts) + 2)}"
+    for length in lengths:
+        cells = [
+            f"{seconds[f'plain/{prompt}'][0]:.2f}, {seconds[f'prefill/{length}/{prompt}'][0]:.2f}, "
+            f"{seconds[f'choose/{length}/{prompt}'][0]:.2f}"
+            for prompt in prompts
+        ]
+        again = f"{seconds[f'prefill/{length}/{prompts[0]}/again'][0]:.2f}"
+        yield f"| {length:,} | {' | '.join(cells)} | {again} | {1000 * seconds[f'token/{length}'][0]:.0f} |"
+
+
 def tables() -> list[str]:
     return [
         "\n".join(passkey_table(load_passkeys())),
@@ -143,6 +161,7 @@ def tables() -> list[str]:
         "\n".join(questions_table(load_result("questions"))),
         "\n".join(perplexity_table(load_result("perplexity"))),
         "\n".join(answerable_table(load_result("answerable"))),
+        "\n".join(choose_table(load_result("choose"))),
         "\n".join(coding_table(load_result("coding"))),
         "\n".join(encode_table(load_result("encode"))),
     ]

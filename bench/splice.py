@@ -26,10 +26,6 @@ class Reader(RecordReader):
     def __init__(self, base: RecordReader, changed: dict[bytes, bytes]) -> None:
         self._base, self._changed = base, changed
 
-    @property
-    def is_open(self) -> bool:
-        return self._base.is_open
-
     def get(self, key: bytes) -> memoryview:
         return memoryview(self._changed[key]) if key in self._changed else self._base.get(key)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
     from memstore.attachment import Attachment
     from memstore.interfaces import ModelAdapter
-
-logger = logging.getLogger(__name__)
 
 
 def attach(
@@ -52,7 +49,6 @@ def attach(
     check_fit({id(memory): memory for row in lists for memory in row}.values(), adapter, strict)
     attachment: Attachment = adapter.attachment(lists, **options)
     attachment.strict = strict
-    logger.debug("attaching %s to %s", [memory.name for row in lists for memory in row], type(model).__name__)
     return attachment
 
 

@@ -264,16 +264,29 @@ def fused_attention(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor |
 
     Each set is key and value [B or 1, G, n, c] and a mask as for :func:`ordinary_attention`. Zero where all is hidden.
     """
-    keys = _side_by_side(query, [key for key, _, _ in sets])
-    values = _side_by_side(query, [value for _, value, _ in sets])
     outputs = []
     for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True):
-        some = [_additive(rows_of(mask, start, start + QUERY_CHUNK), chunk, key.shape[2]) for key, _, mask in sets]
-        rows, heads = (max(mask.shape[i] for mask in some) for i in (0, 1))
-        mask = torch.cat([each.expand(rows, heads, chunk.shape[2], -1) for each in some], dim=-1)
+        some = [_seen(key, value, rows_of(mask, start, start + QUERY_CHUNK)) for key, value, mask in sets]
+        keys = _side_by_side(chunk, [key for key, _, _ in some])
+        values = _side_by_side(chunk, [value for _, value, _ in some])
+        masks = [_additive(mask, chunk, key.shape[2]) for key, _, mask in some]
+        rows, heads = (max(mask.shape[i] for mask in masks) for i in (0, 1))
+        mask = torch.cat([each.expand(rows, heads, chunk.shape[2], -1) for each in masks], dim=-1)
         output = scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling)
-        outputs.append(output.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0))
+        if not any(mask is None and key.shape[2] for key, _, mask in some):  # which every query sees
+            output = output.masked_fill(mask.amax(-1, keepdim=True) == -torch.inf, 0.0)
+        outputs.append(output)
     return torch.cat(outputs, dim=2)
+
+
+def _seen(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A set of keys without those at its end that no query of the mask sees: of a causal mask, those to come."""
+    if mask is None:
+        return key, value, mask
+    seen = ~_hidden(mask)
+    places = seen.flatten(0, 2).any(0).nonzero()
+    stop = int(places[-1]) + 1 if len(places) else 1  # a kernel wants some key
+    return key[:, :, :stop], value[:, :, :stop], mask[..., :stop]
 
 
 def _side_by_side(query: Tensor, some: Sequence[Tensor]) -> Tensor:
@@ -288,9 +301,13 @@ def _additive(mask: Tensor | None, query: Tensor, n: int) -> Tensor:
     hides."""
     if mask is None:
         return query.new_zeros((1, 1, 1, n))
-    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
     added = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask.to(query.dtype)
-    return added.masked_fill(hidden, -torch.inf)
+    return added.masked_fill(_hidden(mask), -torch.inf)
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    """Where a mask, boolean or additive, hides a key."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 def rows_of(mask: Tensor | None, start: int, stop: int) -> Tensor | None:

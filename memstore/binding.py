@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,6 +24,8 @@ from memstore.rows import Rows, with_fewer, with_more
 
 if TYPE_CHECKING:
     from memstore.interfaces import ModelAdapter
+
+logger = logging.getLogger(__name__)
 
 
 class Binding(ABC):
@@ -88,12 +91,19 @@ class Binding(ABC):
             stack.callback(stage.register_forward_hook(self._free, always_call=True).remove)
             self._thread = None
             self._stack = stack.pop_all()
+        self._say_what_is_attached()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        logger.info("detached from %s", type(self.model).__name__)
+
+    def _say_what_is_attached(self) -> None:
+        count, tokens = len(self._opened), sum(each.manifest.num_tokens for each in self._opened.values())
+        logger.info("attached to %s: %d memories, %d tokens", type(self.model).__name__, count, tokens)
+        logger.debug("rows read %s", [[memory.name for memory in row] for row in self.rows])
 
     def __reduce__(self) -> str:
         raise AttachError(
@@ -113,6 +123,7 @@ class Binding(ABC):
             lists = with_more(self.rows, memories, rows)
             check_fit(memories, self.adapter, self.strict)
             self._read_from_now_on(lists)
+        self._say_what_is_attached()
 
     def remove(self, *memories: Memory, rows: Collection[int] | None = None) -> None:
         """Detach memories from these rows, None standing for all that have them, between two steps or generations.
@@ -122,6 +133,7 @@ class Binding(ABC):
         """
         with self._between_steps():
             self._read_from_now_on(with_fewer(self.rows, memories, rows))
+        self._say_what_is_attached()
 
     def open_memory(self, memory: Memory) -> OpenMemory:
         """The memory's open records. They live as long as this attachment."""

@@ -47,22 +47,26 @@ def mark(records: RecordStore) -> None:
     records.commit({FORMAT: msgpack.packb(record)}, expect={FORMAT: None})
 
 
+def is_unmarked(records: RecordStore) -> bool:
+    """Whether there is something in a store that does not say of which format it is."""
+    if records.get(FORMAT) is not None or not (records.memory_ids() or records.items(b"")):
+        return False
+    return records.get(FORMAT) is None  # again: another process may just have created the store
+
+
 def check_format(records: RecordStore) -> None:
     """Raises FormatError for a store that this version cannot read; marks an empty one as a store."""
+    if is_unmarked(records):
+        raise FormatError(
+            f"The catalog of {records.path} has lost its format record. Run `memstore verify --repair`, or restore the "
+            "store from a copy."
+        )
     value = records.get(FORMAT)
+    if value is None and records.mode == "r":
+        raise StoreNotFoundError(f'{records.path} holds no store yet. Open it with mode="a" to create one.')
     if value is None:
-        used = bool(records.memory_ids() or records.items(b""))
-        value = records.get(FORMAT)  # again: another process may just have created the store
-        if value is None and used:
-            raise FormatError(
-                f"The catalog of {records.path} has lost its format record. Run `memstore verify --repair`, or restore "
-                "the store from a copy."
-            )
-        if value is None and records.mode == "r":
-            raise StoreNotFoundError(f'{records.path} holds no store yet. Open it with mode="a" to create one.')
-        if value is None:
-            mark(records)
-            return
+        mark(records)
+        return
     try:
         record = msgpack.unpackb(value)
         name, major, minor = record["format"], record["major"], record["minor"]

@@ -6,6 +6,7 @@ independent, never padded, and always batched in the same company.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from memstore.interfaces import ModelAdapter
     from memstore.store import MemoryStore
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 Read = Callable[[list[Window]], list[dict[str, Tensor]]]  # what is kept of each window of a group
@@ -82,6 +85,7 @@ def encode(
         if differing:
             raise another_exists(store[name].manifest, draft, differing)
         store[name].open().close()  # one that is damaged must not pass for done
+        logger.info("memory %r holds this document already", name)
         return store[name]
     with store.create(draft, document) as writer:
         return write(writer, adapter, Reader(adapter, source, writer), progress)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ from memstore.exchange import (
 from memstore.memory import OFFSETS, TEXT, Memory, OpenMemory
 from memstore.memory_writer import content_digest
 
+logger = logging.getLogger(__name__)
+
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -64,6 +67,7 @@ def export_memory(memory: Memory, folder: Path) -> Path:
             if target.exists():
                 if (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == described:
                     _check_sizes(opened, target)
+                    logger.info("memory %r is in %s already", memory.name, target)
                     return target
                 raise ExportError(f"{target} already exists and is no export of this memory. Name another folder.")
             partial = folder / f".{target.name}.partial"
@@ -77,6 +81,7 @@ def export_memory(memory: Memory, folder: Path) -> Path:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             _sync(folder)
+    logger.info("exported memory %r to %s", memory.name, target)
     return target
 
 

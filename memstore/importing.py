@@ -7,6 +7,7 @@ size is read, and the memory becomes visible only if its content has the digest 
 from __future__ import annotations
 
 import json
+import logging
 import stat
 import uuid
 from pathlib import Path
@@ -39,6 +40,8 @@ from memstore.memory import OFFSETS, TOKEN_IDS, Document, Memory, block_key, pre
 from memstore.memory_writer import MemoryWriter, token_parts
 from memstore.store import MemoryStore
 
+logger = logging.getLogger(__name__)
+
 
 def exported(folder: Path) -> list[Path]:
     """The folders of the memories that were exported to ``folder``, or itself if it is that of one.
@@ -67,7 +70,9 @@ def import_memory(store: MemoryStore, folder: Path) -> Memory:
     store.check_writable()
     manifest, has_offsets = _manifest(folder)
     if manifest.name in store:
-        return _same_or_raise(store[manifest.name], manifest)
+        memory = _same_or_raise(store[manifest.name], manifest)
+        logger.info("memory %r is in %s already", memory.name, store.path)
+        return memory
     for name, layout in files(manifest, has_offsets):  # before anything is written
         _check_size(folder / name, layout)
     draft = manifest.model_copy(update={"digest": None})
@@ -79,7 +84,9 @@ def import_memory(store: MemoryStore, folder: Path) -> Memory:
             resumed = writer.num_blocks_done > 0
             _fill(writer, folder, has_offsets)
             if writer.digest() == manifest.digest:
-                return writer.finish()
+                memory = writer.finish()
+                logger.info("imported memory %r from %s", memory.name, folder)
+                return memory
     except (DamagedMemoryError, ExportError):  # of these files nothing will come
         pending.drop(store.records, manifest.name)
         raise

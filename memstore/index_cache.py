@@ -137,6 +137,7 @@ class IndexCache:
 
     def build_and_keep(self, reason: str) -> MemoryIndex:
         """Build, because of ``reason``, and keep it if that is possible."""
+        logger.info("the index %r of memory %r is built, because %s", self.backend, self.manifest.name, reason)
         built, kept = None, "It is not kept, because the store was opened read-only or is not on disk."
         if self.store.mode == "r":
             with suppress(UnusableError):
@@ -260,3 +261,4 @@ class IndexCache:
             for folder in parent.iterdir() if parent is not None else ():
                 if folder.name not in needed:
                     shutil.rmtree(folder, ignore_errors=True)
+                    logger.info("dropped %s, which no index of memory %r uses", folder, self.manifest.name)

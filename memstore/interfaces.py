@@ -218,7 +218,14 @@ class RecordStore(ABC):
 
     def copy(self, memory_id: str, key: bytes, value: bytes) -> None:  # noqa: B027  (not all can lose their catalog)
         """Keep a catalog record beside the records of a memory too, in place of an earlier one: :meth:`mend` restores
-        it from there."""
+        it from there. So it is made after the record, and goes before it."""
+
+    def drop_copy(self, memory_id: str) -> None:  # noqa: B027
+        """Remove the copy beside the records of a memory, if there is one."""
+
+    def copied(self, key: bytes) -> list[str]:
+        """The memories beside which a copy of this catalog record lies."""
+        return []
 
     def salvage(self, memory_id: str, key: bytes) -> bytes | None:
         """A value of a damaged memory, where it can still be found; the caller holds it against its checksum."""

@@ -94,6 +94,9 @@ class MemoryWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            name, total = self.manifest.name, self.manifest.num_tokens
+            logger.info("memory %r is left after %d of %d tokens (%s)", name, self.num_done, total, kind.__name__)
         self.close()
 
     def close(self) -> None:
@@ -114,7 +117,7 @@ class MemoryWriter:
         record = _valid(block, parts, self.manifest.tokens_of(i))
         self._put({block_key(part, i): value for part, value in record.items()})
         self._blocks_done += 1
-        logger.debug("memory %r: block %d of %d is committed", self.manifest.name, i, self.manifest.num_blocks)
+        logger.debug("memory %r: block %d of %d is committed", self.manifest.name, i + 1, self.manifest.num_blocks)
 
     def put_prefix(self, parts: Mapping[str, Buffer]) -> None:
         """Commit the vectors of the prefix: the bytes of [len(prefix_ids), *shape] for each part but summaries."""

@@ -61,7 +61,7 @@ def start(store: MemoryStore, draft: Manifest, document: Document, replacing: Ma
         except BaseException:
             lock.release()
             raise
-        lock.release(discard=True)  # another process was faster: look again
+        lock.release()  # another process was faster, and this memory may yet be there: look again
 
 
 def manifest_of(records: RecordStore, name: str) -> Manifest | None:
@@ -87,22 +87,53 @@ def drop(records: RecordStore, name: str) -> bool:
         return False
     lock = _acquire(records, manifest)
     try:
-        dropped = remove(records, pending_key, value, manifest.id)
+        if _may_be_complete(records, manifest):
+            dropped = records.commit({}, [pending_key], {pending_key: value})
+        else:
+            dropped = remove(records, pending_key, value, manifest.id)
     except BaseException:
         lock.release()
         raise
     lock.release(discard=True)
+    if dropped:
+        logger.info("gave up the unfinished memory %r in %s", name, records.path)
     return dropped or drop(records, name)  # if another process was faster: look again
+
+
+def _may_be_complete(records: RecordStore, manifest: Manifest) -> bool:
+    """Whether the complete memory of this name has the same records: a mended catalog may know it in both states."""
+    try:
+        value = records.get(key(SEALED, manifest.name))
+        return value is not None and Manifest.unpack(value).id == manifest.id
+    except (DamagedMemoryError, FormatError):
+        return True
 
 
 def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memory_id: str) -> bool:
     """Remove a memory, complete or not. False if the catalog no longer has this value for it."""
     tombstone = TOMBSTONE + memory_id.encode()
+    records.drop_copy(memory_id)
     removed = records.commit({tombstone: b""}, [manifest_key], {manifest_key: value})
     if removed:
-        logger.info("removed memory %s from %s", memory_id, records.path)
         _bury(records, tombstone)
     return removed
+
+
+def remove_unreadable(records: RecordStore, manifest_key: bytes) -> None:
+    """Remove a complete memory whose manifest cannot be read. Its id, without which its space stays taken, is found
+    where a copy of the manifest lies; and the copy must not bring it back."""
+    tombstones = [TOMBSTONE + memory_id.encode() for memory_id in records.copied(manifest_key)]
+    records.commit(dict.fromkeys(tombstones, b""), [manifest_key])
+    for tombstone in tombstones:
+        _bury(records, tombstone)
+
+
+def copy(records: RecordStore, manifest: Manifest, sealed_key: bytes, value: bytes) -> None:
+    """Keep a copy of a manifest beside its memory, which is complete and whole without it."""
+    try:
+        records.copy(manifest.id, sealed_key, value)
+    except StoreError as error:
+        logger.warning("memory %r: its manifest could not be copied: %s", manifest.name, error)
 
 
 def reclaim(records: RecordStore) -> None:
@@ -158,18 +189,23 @@ def _writer(
         pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
         tombstones = [] if replaced is None else [TOMBSTONE + Manifest.unpack(replaced).id.encode()]
         value = sealed.pack()
-        records.copy(manifest.id, sealed_key, value)
+        if replaced is not None:
+            records.drop_copy(Manifest.unpack(replaced).id)
         puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
         if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
             raise StoreError(
                 f"Memory {manifest.name!r} was removed or replaced by another process while it was being written. "
                 "Repeat the command; what has been read is kept where it can be."
             )
+        copy(records, sealed, sealed_key, value)
         lock.release(discard=True)
         for tombstone in tombstones:
             with contextlib.suppress(StoreError):  # the next opening tries again
                 _bury(records, tombstone)
-        logger.info("wrote memory %r: %d tokens in %d blocks", sealed.name, sealed.num_tokens, sealed.num_blocks)
+        instead = " in the place of an earlier version" if tombstones else ""
+        logger.info(
+            "wrote memory %r: %d tokens in %d blocks%s", sealed.name, sealed.num_tokens, sealed.num_blocks, instead
+        )
         return Memory(store, sealed)
 
     try:
@@ -183,6 +219,8 @@ def _writer(
         writer.put_document(document)
         if writer.num_done:
             logger.info("memory %r goes on after %d of %d tokens", manifest.name, writer.num_done, manifest.num_tokens)
+        else:
+            logger.info("memory %r is begun: %d tokens in %s", manifest.name, manifest.num_tokens, records.path)
     except BaseException:
         opened.close()
         raise

@@ -5,6 +5,7 @@ from the memory. What is rebuilt is made beside what is there, and takes its pla
 from __future__ import annotations
 
 import logging
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memstore import catalog, registry
-from memstore.errors import MemstoreError, StoreError
+from memstore.errors import MemstoreError, StoreError, StoreNotFoundError
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import RecordStore
 from memstore.memory import CHECKSUM, TEXT, TOKEN_IDS, Memory, checksum
@@ -31,14 +32,13 @@ def mend_catalog(path: Path, backend: str) -> list[str]:
     """
     plugin: type[RecordStore] = registry.load(registry.BACKENDS, backend, RecordStore)
     done = plugin.mend(path)
+    with suppress(StoreNotFoundError), closing(plugin(path, "r")) as records:
+        if catalog.is_unmarked(records):  # as after what was mended, also by a process that was killed then
+            with closing(plugin(path, "a")) as writable:
+                catalog.mark(writable)
+            done = done or ["The catalog had lost its format record, which was written anew."]
     for what in done:
         logger.warning("%s", what)
-    if done:
-        records = plugin(path, "a")
-        try:
-            catalog.mark(records)
-        finally:
-            records.close()
     return done
 
 
@@ -103,6 +103,7 @@ def _read_anew(memory: Memory, result: VerifyResult, model: Any, tokenizer: Any)
 
         fresh = encode_again(memory, model, **source)
     except MemstoreError as error:  # what is damaged stays as it is
+        logger.warning("memory %r could not be read anew: %s", memory.name, error)
         return replace(result, problems=[*result.problems, f"It could not be read anew: {error}"])
     same = fresh.manifest.digest == manifest.digest
     how = "to the bytes it had" if same else "to other bytes than it had: libraries or the device differ"

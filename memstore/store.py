@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from memstore.checking import CheckReport
     from memstore.updating import Update
     from memstore.verify import VerifyResult
+
+logger = logging.getLogger(__name__)
 
 Where = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 
@@ -66,6 +69,7 @@ class MemoryStore:
         except BaseException:
             self.records.close()
             raise
+        logger.debug("opened the store %s, mode %r", path, mode)
 
     def __enter__(self) -> MemoryStore:
         return self
@@ -150,11 +154,13 @@ class MemoryStore:
         try:
             while (value := self.records.get(sealed_key)) is not None:
                 if pending.remove(self.records, sealed_key, value, Manifest.unpack(value).id):
+                    logger.info("removed memory %r from %s", name, self.path)
                     with contextlib.suppress(MemoryBusyError):  # an update of it, which then finds nothing to replace
                         pending.drop(self.records, name)
                     return
-        except (DamagedMemoryError, FormatError):  # its id cannot be read, so its space stays taken
-            self.records.commit({}, [sealed_key])
+        except (DamagedMemoryError, FormatError):
+            pending.remove_unreadable(self.records, sealed_key)
+            logger.warning("removed the damaged record of memory %r from %s", name, self.path)
             return
         if not pending.drop(self.records, name):
             raise self._not_found(name)

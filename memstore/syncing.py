@@ -6,6 +6,7 @@ A memory remembers in its metadata the file it was made of ("source"), and the f
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memstore.updating import Update
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,6 +63,7 @@ def compare(store: MemoryStore | None, folder: str) -> Comparison:
                 check_source(memory, document, folder)
                 comparison.changed.append(document)
         except MemstoreError as error:
+            logger.info("%s is left as it is: %s", document.path, error)
             comparison.failed.append((document, error))
     for name in _gone(known, folder, found):
         if link := _link_above(folder, name):
@@ -70,6 +74,7 @@ def compare(store: MemoryStore | None, folder: str) -> Comparison:
             comparison.failed.append((documents.Document(name, str(Path(folder, name))), error))
         else:
             comparison.removed.append(name)
+    logger.info("%s: %s", folder, ", ".join(f"{len(each)} {what}" for what, each in vars(comparison).items()))
     return comparison
 
 

@@ -128,6 +128,7 @@ def _update(
             logger.warning("all is read again: %s", error)
             opened = None
         if not differing:
+            logger.info("memory %r holds this document already", name)
             return Update(before, num_windows, 0)
         writer = stack.enter_context(store.create(draft, document, before.manifest))
         reader = Reader(adapter, source, writer)
@@ -137,7 +138,9 @@ def _update(
             earlier = Earlier(opened, draft, document.token_ids)
             earlier.copy(writer)
             read = lambda group: earlier.rows(group) or reader(group)  # noqa: E731
-        return Update(write(writer, adapter, read, progress), num_windows, reader.num_read)
+        memory = write(writer, adapter, read, progress)
+        logger.info("memory %r: %d of %d windows were read again", name, reader.num_read, num_windows)
+        return Update(memory, num_windows, reader.num_read)
 
 
 class Earlier:

@@ -5,7 +5,9 @@ python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "p
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +24,9 @@ from memstore.memory_writer import content_digest, expected_keys
 if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.store import MemoryStore
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,14 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
             found.update({memory.manifest.id: (check(memory), []) for memory in waiting})
             continue
         ids = [memory.manifest.id for memory in waiting]
+        logger.info("checking every byte of %d memories of %s", len(ids), store.path)
         answers, how_it_ended = _run(store, ids)
         found.update(answers)
         if how_it_ended and len(answers) < len(ids):  # it ended while it read the first one it did not answer for
             found[ids[len(answers)]] = ([how_it_ended], [])
+    for memory in memories:
+        for problem in itertools.chain(*found[memory.manifest.id]):
+            logger.warning("memory %r: %s", memory.name, problem)
     return [
         (memory, VerifyResult(memory.name, not problems, problems, caches))
         for memory in memories

@@ -177,6 +177,19 @@ def test_one_kernel_over_several_sets_is_what_merging_them_gives(kind, chunk, mo
         assert torch.isfinite(other).all() and (one - other).abs().max() < 1e-5
 
 
+def test_where_all_is_hidden_one_kernel_gives_zero():
+    """As for rows that are padded for longer than a chunk, and read neither a sink nor a span."""
+    torch.manual_seed(0)
+    query, ((key, value, _), _) = sets_of_keys("none")
+    nothing = torch.empty(1, 2, 0, 6)
+    hidden = torch.zeros(1, 1, 7, 9, dtype=torch.bool)
+    assert not fused_attention(query, [(nothing, nothing, None), (key, value, hidden)], 0.4).any()
+    hidden[:, :, 2:, 4] = True
+    output = fused_attention(query, [(nothing, nothing, None), (key, value, hidden)], 0.4)
+    assert not output[:, :, :2].any()
+    assert (output[:, :, 2:] - value[:, :, 4:5].repeat_interleave(2, dim=1)).abs().max() < 1e-6
+
+
 def test_one_kernel_computes_in_the_dtype_of_the_query():
     torch.manual_seed(0)
     query, sets = sets_of_keys("boolean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -17,7 +18,7 @@ import transformers
 import typer.main
 from transformers import BartConfig, BartForConditionalGeneration
 
-from memstore import config, registry
+from memstore import config, errors, registry
 from memstore.cli import app
 from tests import nested, tiny
 
@@ -91,6 +92,21 @@ def test_python_examples_run(
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for line, code in blocks(document, "python"):
         exec(compile("\n" * line + code, str(document), "exec"), namespace)
+
+
+def test_the_bar_that_is_shown_follows_the_progress() -> None:
+    (code,) = [code for _, code in blocks(ROOT / "README.md", "python") if "tqdm" in code]
+    seen = []
+
+    class Store:
+        def encode(self, *document: Any, progress: Any, **options: Any) -> None:
+            for done in (300, 640, 1000):  # an interrupted reading had done 300
+                progress(done, 1000)
+                seen.append((namespace["bar"].n, namespace["bar"].total))
+
+    namespace: dict[str, Any] = {"store": Store(), "model": None, "tokenizer": None, "book": ""}
+    exec(compile(code, "README.md", "exec"), namespace)
+    assert seen == [(300, 1000), (640, 1000), (1000, 1000)]
 
 
 def test_the_contract_kits_pass_as_contributing_says(tmp_path: Path) -> None:
@@ -183,6 +199,32 @@ def test_the_readme_lists_every_plugin(group: str) -> None:
 def test_a_generated_page_is_up_to_date(page: str) -> None:
     script = runpy.run_path(str(ROOT / "docs" / f"{page}.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["render"](), f"run docs/{page}.py"
+
+
+# What may begin the sentence that says what to do.
+ORDERS = set(
+    "Attach Change Check Choose Correct Encode Expect Free Give Install Leave Load Name Open Remove Run Store Use Wait "
+    "Write Ask".split()
+)
+
+
+ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type)]
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_every_error_has_a_cause_and_a_cure(cls: type) -> None:
+    """The first sentence of its docstring is the cause; another one, or a half of one, orders what to do."""
+    cause, *rest = re.split(r"(?<=[.:;]) ", " ".join((cls.__doc__ or "").split()))
+    assert cause[-1] in ".:" and not set(cause.split()[:1]) & ORDERS
+    assert {sentence.split()[0].capitalize() for sentence in rest} & ORDERS or cls is errors.MemstoreError
+    assert cls.__doc__ not in {base.__doc__ for base in cls.__bases__}
+
+
+def test_every_error_is_raised_somewhere() -> None:
+    files = [file for folder in ("memstore", "adapters", "backends") for file in (ROOT / folder).rglob("*.py")]
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    used = {part.id for call in calls for part in (call.func, *call.args) if isinstance(part, ast.Name)}
+    assert {cls.__name__ for cls in ERRORS} - used == {"MemstoreError"}
 
 
 def test_a_picture_shows_what_a_command_prints() -> None:
@@ -307,3 +349,9 @@ def test_the_score_of_questions_without_an_answer_is_as_good_as_published() -> N
     assert (passing["held-out", True], passing["held-out", False], passing["near", False]) == (20, 4, 11)
     attention = [kinds["held-out"]["auc"] for name, kinds in result["summary"].items() if name != "coverage"]
     assert len(attention) == 5 and max(attention) < 0.7 < result["summary"]["coverage"]["near"]["auc"]
+
+
+def test_what_is_claimed_of_choosing_was_measured() -> None:
+    """A token costs no more for being written beside a longer memory, within what bench/README.md says."""
+    seconds = json.loads((ROOT / "bench/results/choose.json").read_text())["cpu_and_wall_seconds"]
+    assert seconds["token/262144"][0] <= 1.3 * seconds["token/16384"][0]

@@ -8,9 +8,13 @@ import sys
 import tomllib
 import zipfile
 from configparser import ConfigParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import memstore
 
@@ -92,6 +96,25 @@ def test_every_requirement_is_pinned_and_its_range_is_open() -> None:
         assert at_least, requirement
         assert not {",", "<", "!", "="} & set(version), requirement
         assert name in pinned
+
+
+def test_whatever_a_pinned_package_needs_is_pinned_too() -> None:
+    """Of those that are installed as they are pinned: all, unless these are the oldest."""
+    pinned = {canonicalize_name(name): version for name, version in pins("constraints.txt").items()}
+    checked, waiting = set[tuple[str, str]](), {(name, "") for name in pinned}
+    while waiting:
+        name, extra = waiting.pop()
+        checked.add((name, extra))
+        try:
+            if Version(metadata.version(name)).public != pinned[name]:
+                continue
+        except metadata.PackageNotFoundError:  # another platform's
+            continue
+        for needed in map(Requirement, metadata.requires(name) or []):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                assert canonicalize_name(needed.name) in pinned, f"{name} needs {needed}"
+                waiting |= {(canonicalize_name(needed.name), each) for each in needed.extras} - checked
+    assert len(checked) >= len(pinned)
 
 
 def test_what_is_declared_as_oldest_is_what_is_tested_as_oldest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import struct
 import threading
@@ -18,9 +19,11 @@ import lmdb.verify
 from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError, StoreError, StoreFullError
 from memstore_backends import mounts
 from memstore_backends.lmdb_lock import prepare
-from memstore_backends.lmdb_pages import PageError, meta, page_size
+from memstore_backends.lmdb_pages import PageError, is_newer, meta, page_size
 from memstore_backends.lmdb_snapshot import Snapshot
 from memstore_backends.lmdb_summary import SUMMARY, Summary, damaged_catalog, opened, sealed
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -28,7 +31,7 @@ T = TypeVar("T")
 # grows, in every process while its lock keeps others from reading.
 CATALOG_MAP = 4 << 30
 MAX_READERS = 1024
-_PAUSES = (0.01, 0.04, 0)  # seconds
+_PAUSES = (0, 0.01, 0.04, 0)  # seconds
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -87,7 +90,9 @@ class Catalog:
     def __init__(self, folder: Path, writable: bool) -> None:
         self._folder, self._data, self._writable = folder, folder / "data.mdb", writable
         self._lock = threading.RLock()
-        self._users = self._fd = self._size = self._process = 0
+        self._users = self._size = self._process = 0
+        self._env: lmdb.Environment | None = None
+        self._fd = -1
         self._walked = False  # whether every page has been found sound, as liblmdb takes for granted when it writes
         self._open()
 
@@ -99,23 +104,29 @@ class Catalog:
             if catalog is None:
                 catalog = cls(folder, writable)
                 cls._shared[_identity(folder)] = catalog
-            elif writable and not catalog._writable:
-                catalog._make_writable()
-            if writable:
-                # Where a process was killed just after its last commit, readers do not see that commit until a writer
-                # comes. An empty transaction writes nothing.
-                with catalog._transaction(write=True):
-                    pass
             catalog._users += 1
+            try:
+                if writable:
+                    catalog._make_writable()
+                    # Where a process was killed just after its last commit, readers do not see that commit until a
+                    # writer comes. An empty transaction writes nothing.
+                    with catalog._transaction(write=True):
+                        pass
+            except BaseException:
+                catalog._leave()
+                raise
             return catalog
 
     @classmethod
     def is_open(cls, folder: Path) -> bool:
-        """Whether this process has the catalog in ``folder`` open."""
-        return _identity(folder) in cls._shared
+        """Whether this process has the catalog in ``folder`` open, even one whose file is no longer there."""
+        with cls._guard:
+            return _identity(folder) in cls._shared or any(each._folder == folder for each in cls._shared.values())
 
     def _make_writable(self) -> None:
         with self._lock:
+            if self._writable:
+                return
             self._close()
             try:
                 self._writable = True
@@ -126,7 +137,11 @@ class Catalog:
                 raise
 
     def release(self) -> None:
-        with self._guard, self._lock:
+        with self._guard:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
             self._users -= 1
             if self._users == 0:
                 self._close()
@@ -157,9 +172,6 @@ class Catalog:
         self, puts: Mapping[bytes, bytes], deletes: Iterable[bytes], expect: Mapping[bytes, bytes | None]
     ) -> bool:
         deletes = list(deletes)
-        if not self._walked and (puts or deletes):
-            self._check(problem_of)
-            self._walked = True
         while True:
             try:
                 return self._commit(puts, deletes, expect)
@@ -167,12 +179,20 @@ class Catalog:
                 if not isinstance(error.__cause__, lmdb.MapFullError):
                     raise
                 with self._lock, translated(self._folder):
-                    self._env.set_mapsize(2 * self._env.info()["map_size"])
+                    env = self._opened()
+                    env.set_mapsize(2 * env.info()["map_size"])
+                logger.info("the map of %s was full and has been doubled", self._folder)
 
     def _commit(self, puts: Mapping[bytes, bytes], deletes: list[bytes], expect: Mapping[bytes, bytes | None]) -> bool:
         with self._transaction(write=True) as transaction:
+            if not self._walked:  # only here, where nobody else writes
+                if problem := problem_of(self._data):
+                    raise damaged_catalog(self._data, problem)
+                self._walked = True
             if any(opened(self._data, key, transaction.get(key)) != value for key, value in expect.items()):
                 return False
+            if not puts and not deletes:
+                return True
             try:
                 summary = self._summary(transaction.get(SUMMARY), transaction.id() - 1)
             except PageError as error:
@@ -202,9 +222,11 @@ class Catalog:
                     number = transaction.id()
                     return ask(Snapshot(self._fd, number), number)
             except PageError as error:
+                problem = damaged_catalog(self._data, str(error))
+            except DamagedMemoryError as error:
                 problem = error
-            time.sleep(pause)  # without the lock file, another process may have been writing
-        raise damaged_catalog(self._data, str(problem))
+            time.sleep(pause)  # another process may have committed twice meanwhile, or be writing without the lock file
+        raise problem
 
     @contextmanager
     def _transaction(self, write: bool = False) -> Iterator[lmdb.Transaction[bytes]]:
@@ -212,9 +234,7 @@ class Catalog:
             yield transaction
 
     def _begin(self, write: bool) -> lmdb.Transaction[bytes]:
-        if self._process != os.getpid():
-            self._close()
-            self._open()
+        env = self._opened()
         status = os.fstat(self._fd)
         if (status.st_dev, status.st_ino) != _identity(self._folder):  # what is written to it now would be lost
             raise StoreError(
@@ -225,21 +245,36 @@ class Catalog:
             raise damaged_catalog(self._data, f"it has been cut to {size} bytes")
         self._size = size
         if write:  # a reader that was killed would hold back the pages it read, and the file would grow for ever
-            self._env.reader_check()
+            cleared = env.reader_check()
+            if cleared:
+                logger.info("cleared %d readers of %s, which were killed", cleared, self._folder)
         try:
-            return self._env.begin(write=write)
+            return env.begin(write=write)
         except lmdb.MapResizedError:  # by another process
-            self._env.set_mapsize(0)
+            env.set_mapsize(0)
         except lmdb.ReadersFullError:
-            self._env.reader_check()
-        return self._env.begin(write=write)
+            env.reader_check()
+        return env.begin(write=write)
+
+    def _opened(self) -> lmdb.Environment:
+        """The environment of this process, opened anew after a fork."""
+        if self._env is None or self._process != os.getpid():
+            self._close()
+            self._open()
+        assert self._env is not None
+        return self._env
 
     def _close(self) -> None:
-        self._env.close()
-        os.close(self._fd)
+        """A second call does nothing: another file may have the number of the closed descriptor by then."""
+        env, self._env = self._env, None
+        fd, self._fd = self._fd, -1
+        if env is not None:
+            env.close()
+        if fd >= 0:
+            os.close(fd)
 
     def _open(self) -> None:
-        self._check(_problem_of_metas)  # all that liblmdb reads of it before something is written
+        self._check()
         # Without the lock file a reader does not hold back the pages it reads: a commit of another process during a
         # read may then show as damage. It is given up only where it cannot be had.
         lock_file = self._folder / "lock.mdb"
@@ -253,22 +288,32 @@ class Catalog:
             max_readers=MAX_READERS,
             readonly=not self._writable,
             create=self._writable,
+            max_spare_txns=0,  # a forked child that closes it takes the slots of its parent's idle transactions away
             lock=lock,
             lib_version=0,
         )
-        self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
-        self._size = os.fstat(self._fd).st_size
         self._process = os.getpid()
+        try:
+            self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+            self._size = os.fstat(self._fd).st_size
+        except BaseException:
+            self._close()
+            raise
 
-    def _check(self, problem_of: Callable[[Path], str | None]) -> None:
-        """Raises DamagedMemoryError for a file that could crash liblmdb."""
+    def _check(self) -> None:
+        """Raises FormatError for a file of LMDB 1.0, and DamagedMemoryError for meta pages that could crash liblmdb: it
+        reads no others before it writes."""
         problem: str | None = None
         for pause in _PAUSES:
             if self._writable and (not self._data.exists() or self._data.stat().st_size == 0):
                 return  # a store that is being created
-            problem = problem_of(self._data)
+            problem = _problem_of_metas(self._data)
             if problem is None:
                 return
+            if is_newer(self._data):
+                raise FormatError(
+                    f"{self._data} is of LMDB 1.0, not in the format of LMDB 0.9. Restore it from a copy."
+                )
             time.sleep(pause)  # perhaps another process was writing
         raise damaged_catalog(self._data, problem or "")
 
@@ -292,6 +337,22 @@ def problem_of(data: Path) -> str | None:
     except lmdb.verify.VerifyError as error:
         return str(error)
     return problems[0] if problems else None
+
+
+def _before_fork() -> None:
+    """Let no other thread be inside a catalog: the child would wait for it for ever."""
+    Catalog._guard.acquire()
+    for catalog in Catalog._shared.values():
+        catalog._lock.acquire()
+
+
+def _after_fork() -> None:
+    for catalog in Catalog._shared.values():
+        catalog._lock.release()
+    Catalog._guard.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -7,6 +7,7 @@ believes it.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import struct
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from memstore.errors import StoreBusyError, StoreError
+
+logger = logging.getLogger(__name__)
 
 _BODY = struct.Struct("<IIQI")  # magic, format, transaction, readers
 _MAGIC = 0xBEEFC0DE
@@ -38,6 +41,7 @@ def prepare(lock_file: Path, max_readers: int) -> None:
                     "memory is lost."
                 ) from error
             os.ftruncate(fd, 0)
+            logger.info("%s was damaged, and is made anew: nobody used it", lock_file)
         if os.fstat(fd).st_blocks * 512 < size:
             os.posix_fallocate(fd, 0, size)
     finally:
@@ -46,13 +50,18 @@ def prepare(lock_file: Path, max_readers: int) -> None:
 
 @contextmanager
 def alone(lock_file: Path) -> Iterator[None]:
-    """Inside, no process has the environment open. Raises StoreBusyError if one has."""
+    """Inside, no process has the environment open, and what the lock file says of it is forgotten: another file may be
+    in its place afterwards. Raises StoreBusyError if one has.
+
+    Only while this process does not have it open, as :func:`prepare`.
+    """
     fd = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         except OSError as error:
             raise StoreBusyError(f"Another process uses {lock_file.parent}. End all that do, and repeat.") from error
+        os.pwrite(fd, bytes(_BODY.size), 0)  # not cut: a child that was forked by a process that is gone may map it
         yield
     finally:
         os.close(fd)

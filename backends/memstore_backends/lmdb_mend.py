@@ -7,7 +7,7 @@ import shutil
 import stat
 import struct
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +41,11 @@ def write_copy(folder: Path, key: bytes, value: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def copied(memories: Path, key: bytes) -> list[str]:
+    """Ids of the memories beside which a copy of the record ``key`` lies."""
+    return [memory_id for memory_id, found, _ in _copies(memories) if found == key]
+
+
 def mend(path: Path) -> list[str]:
     """See :meth:`memstore.interfaces.RecordStore.mend`. The new file is made beside the damaged one, which it replaces
     in one step."""
@@ -53,7 +58,7 @@ def mend(path: Path) -> list[str]:
         return []
     folder.mkdir(exist_ok=True)
     with alone(folder / "lock.mdb"):
-        kept, copies, problem = _found(path)  # again: what another process was just writing is no damage
+        kept, copies, problem = _found(path)  # again: what looked like damage may have been another's commit
         if problem is None:
             return []
         shutil.rmtree(new, ignore_errors=True)  # of a process that was killed here
@@ -75,10 +80,14 @@ def mend(path: Path) -> list[str]:
 
 
 def _found(path: Path) -> tuple[dict[bytes, bytes], dict[bytes, bytes], str | None]:
-    """The records of a store's catalog that can be read, those to be had from copies, and what is wrong, if anything
-    is."""
+    """The records of the catalog that can be read, copies of others, and what is wrong with the catalog."""
     kept, problem = _readable(path / "catalog" / "data.mdb")
-    copies = {key: value for key, value in _copies(path / "memories", kept) if key not in kept}
+    ends = {key[-32:] for key in kept}  # of tombstones: what they name is to go
+    copies = {
+        key: value
+        for memory_id, key, value in _copies(path / "memories")
+        if key not in kept and memory_id.encode() not in ends
+    }
     if copies and not kept:
         problem = problem or "it is empty"
     return kept, copies, problem
@@ -130,16 +139,16 @@ def _transactions(fd: int) -> list[int]:
     return sorted(set(found), reverse=True)
 
 
-def _copies(memories: Path, kept: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """The copies that are whole, but for those of memories that a kept record names by its end: their tombstones."""
-    ends = {key[-32:] for key in kept}
+def _copies(memories: Path) -> Iterator[tuple[str, bytes, bytes]]:
+    """Id, key and value of the copies that are whole."""
     for file in sorted(memories.glob(f"*/{COPY}")):
-        status = file.lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST or file.parent.name.encode() in ends:
+        try:
+            status = file.lstat()
+            packed = file.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_size <= MOST else b""
+        except FileNotFoundError:  # removed just now
             continue
-        packed = file.read_bytes()
         if packed[:_CHECKSUM] != xxhash.xxh3_128_digest(packed[_CHECKSUM:]):
             continue
         with suppress(ValueError, TypeError, msgpack.UnpackException):
             key, value = msgpack.unpackb(packed[_CHECKSUM:])
-            yield bytes(memoryview(key)), bytes(memoryview(value))
+            yield file.parent.name, bytes(memoryview(key)), bytes(memoryview(value))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
@@ -25,6 +26,7 @@ _LAST = struct.Struct("<QQ")  # last page, transaction
 _NODE = struct.Struct("<HHHH")  # size or page (two halves), flags, key size
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
+_NEWER_HEADER = 24  # bytes of a page's header in LMDB 1.0
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE, _KINDS = 0x01, 0x02, 0x04, 0x08, 0x6F
 _IN_OVERFLOW = 0x01
 NO_ROOT = 2**64 - 1
@@ -122,6 +124,13 @@ def page_size(fd: int) -> int:
     if not 512 <= size <= 32768 or size & (size - 1):
         raise PageError(f"{size} is no page size")
     return size
+
+
+def is_newer(path: Path) -> bool:
+    """Whether a file is one of LMDB 1.0."""
+    with path.open("rb") as file:
+        head = file.read(_NEWER_HEADER + _META.size)
+    return len(head) == _NEWER_HEADER + _META.size and _META.unpack_from(head, _NEWER_HEADER)[0] == _MAGIC
 
 
 def meta(page: bytes, number: int) -> Meta:

@@ -1,6 +1,6 @@
 """Records in LMDB: one environment for the catalog, one write-once environment per memory.
 
-    <store>/catalog/data.mdb            names, manifests; its map is CATALOG_MAP bytes of address space, never resized
+    <store>/catalog/data.mdb            names, manifests; see lmdb_catalog
     <store>/memories/<id>/data.mdb      the records of one memory; its indexes lie beside it
     <store>/memories/<id>/record        a copy of its catalog record
     <store>/locks/                      who is writing what
@@ -39,7 +39,7 @@ from memstore.errors import (
 from memstore.interfaces import Buffer, Lock, Mode, Options, RecordReader, RecordStore, RecordWriter
 from memstore_backends import mounts
 from memstore_backends.lmdb_catalog import Catalog, problem_of, translated
-from memstore_backends.lmdb_mend import mend, write_copy
+from memstore_backends.lmdb_mend import COPY, copied, mend, write_copy
 from memstore_backends.lmdb_pages import Layout, PageError, scan
 from memstore_backends.lmdb_summary import damaged_catalog
 
@@ -118,6 +118,16 @@ class LmdbRecords(RecordStore):
         self._writable()
         with translated(self._memories):
             write_copy(self._memories / memory_id, key, value)
+
+    def drop_copy(self, memory_id: str) -> None:
+        self._writable()
+        with translated(self._memories):
+            (self._memories / memory_id / COPY).unlink(missing_ok=True)
+
+    def copied(self, key: bytes) -> list[str]:
+        self._opened()
+        with translated(self._memories):
+            return copied(self._memories, key)
 
     def salvage(self, memory_id: str, key: bytes) -> bytes | None:
         self._opened()

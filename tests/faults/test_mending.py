@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.catalog import SEALED, key
-from memstore.errors import DamagedMemoryError, FormatError, StoreBusyError, StoreInUseError
+from memstore.catalog import PENDING, SEALED, key
+from memstore.errors import (
+    DamagedMemoryError,
+    FormatError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreInUseError,
+)
 from memstore.memory import block_key
 from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
@@ -162,5 +169,127 @@ def test_a_catalog_is_not_mended_while_it_is_in_use(library: MemoryStore) -> Non
     finally:
         holder.communicate()
     catalog_of(library).write_bytes(forget)
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther"]
+
+
+def copies(library: MemoryStore) -> list[Path]:
+    return list(library.path.glob("memories/*/record"))
+
+
+def lose_all(library: MemoryStore) -> None:
+    """Lose the catalog and mend it, so that there is what copies say."""
+    library.close()
+    catalog_of(library).unlink()
+    mend_catalog(library.path, "lmdb")
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process."""
+
+
+def kill(*_: Any) -> Any:
+    raise KilledError
+
+
+@pytest.mark.parametrize("step", ["commit", "delete"])
+def test_no_copy_brings_back_what_a_killed_removal_or_update_replaced(
+    library: MemoryStore, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library, "gone")
+    old = making.write(library, "esther").manifest
+    new = making.manifest("esther", document_digest="1")
+    with library.create(new, making.document(), old) as writer, monkeypatch.context() as patched:
+        place, what = (writer, "_seal") if step == "commit" else (library.records, "delete")
+        patched.setattr(place, what, kill)
+        with pytest.raises(KilledError):
+            making.fill(writer)
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(library.records, step, kill)
+        del library["gone"]
+    current = library["esther"].manifest
+    assert current.document_digest == ("1" if step == "delete" else "0")
+    lose_all(library)
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther"]
+        assert store["esther"].manifest == current
+
+
+def test_a_memory_that_a_mended_catalog_knows_as_begun_too_outlives_the_draft(library: MemoryStore) -> None:
+    memory = making.write(library)
+    packed = memory.manifest.model_copy(update={"digest": None, "seal": None}).pack()
+    library.records.commit({key(PENDING, "esther"): packed})
+    before = contents(memory)
+    new = making.manifest("esther", document_digest="1")
+    library.create(new, making.document(), memory.manifest).close()
+    assert contents(library["esther"]) == before
+    del library["esther"]
+    assert (library.names(), list(library.path.glob("memories/*"))) == ([], [])
+
+
+def test_what_was_removed_unread_stays_away_and_gives_its_space_back(library: MemoryStore) -> None:
+    making.write(library)
+    making.write(library, "ruth")
+    library.close()
+    change_a_manifest(catalog_of(library))
+    with memstore.open(library.path) as store:
+        with pytest.raises(DamagedMemoryError):
+            store["esther"]
+        del store["esther"]
+        assert len(list(store.path.glob("memories/*"))) == 1
+        lose_all(store)
+    with memstore.open(library.path) as store:
+        assert store.names() == ["ruth"]
+
+
+def test_a_writer_that_finds_its_memory_removed_leaves_no_copy(library: MemoryStore) -> None:
+    with library.create(making.manifest(), making.document()) as writer:
+        library.records.commit({}, [key(PENDING, "esther")])
+        with pytest.raises(StoreError, match="was removed while"):
+            making.fill(writer)
+    assert copies(library) == []
+
+
+def test_a_memory_whose_copy_cannot_be_written_is_complete(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StoreFullError("no space")
+
+    monkeypatch.setattr(library.records, "copy", fail)
+    making.check(making.write(library))
+    assert "could not be copied: no space" in caplog.text
+    monkeypatch.undo()
+    assert copies(library) == []
+    library.verify(repair=True)
+    assert len(copies(library)) == 1
+
+
+def test_a_catalog_that_is_whole_once_it_is_alone_is_left(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library)
+    library.close()
+    before = catalog_of(library).read_bytes()
+
+    def seen(data: Path) -> Any:
+        first.append(data)
+        return ({}, "another process was writing") if len(first) == 1 else readable(data)
+
+    first: list[Path] = []
+    readable = lmdb_mend._readable
+    monkeypatch.setattr(lmdb_mend, "_readable", seen)
+    assert mend_catalog(library.path, "lmdb") == []
+    assert len(first) == 2
+    assert catalog_of(library).read_bytes() == before
+
+
+def test_who_waited_to_open_a_catalog_does_not_go_by_the_lock_file_of_the_one_before(library: MemoryStore) -> None:
+    making.write(library)
+    library.close()
+    lose(catalog_of(library))
+    lmdb_mend.mend(library.path)
+    assert not any((library.path / "catalog" / "lock.mdb").read_bytes()[:20])
+    assert mend_catalog(library.path, "lmdb") == ["The catalog had lost its format record, which was written anew."]
     with memstore.open(library.path) as store:
         assert store.names() == ["esther"]

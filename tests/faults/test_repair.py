@@ -55,11 +55,14 @@ def test_vectors_are_read_anew_to_the_same_bytes(library: MemoryStore, encoded: 
             assert attached.generate(max_new_tokens=2).shape[0] == 1
 
 
-def test_another_model_repairs_nothing_and_costs_nothing(library: MemoryStore, encoded: dict[str, Any]) -> None:
+def test_another_model_repairs_nothing_and_costs_nothing(
+    library: MemoryStore, encoded: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     memory = library["ids"]
     damage(memory, block_key("hidden", 1))
     (result,) = library.verify("ids", repair=True, model=build("bart", seed=1))
     assert not result.ok and "the model given is not the one that wrote it: weights" in result.problems[-1]
+    assert caplog.messages[-1].startswith("memory 'ids' could not be read anew: the model given is not the one")
     assert library.names() == ["anchored", "ids", "text"]
     (result,) = library.verify("ids", repair=True, model="bart")
     assert "str is no transformers model" in result.problems[-1]

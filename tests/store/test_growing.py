@@ -58,7 +58,7 @@ def test_a_reader_that_was_killed_while_it_read_holds_nothing_back(library: Memo
     assert catalog_bytes(library) <= before + 4 * 4096  # of 60 × 4 kB that were written
     records = library.records
     assert isinstance(records, LmdbRecords) and records._catalog is not None
-    assert records._catalog._env.readers().count("\n") <= 2  # a title, and this process
+    assert records._catalog._opened().readers().count("\n") <= 2  # a title, and this process
 
 
 def test_one_that_is_attached_holds_nothing_back(library: MemoryStore) -> None:
