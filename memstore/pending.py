@@ -194,7 +194,7 @@ def _writer(
         puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
         if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
             raise StoreError(
-                f"Memory {manifest.name!r} was removed or replaced by another process while it was being written. "
+                f"Memory {manifest.name!r} was removed while it was being written, or another took its place. "
                 "Repeat the command; what has been read is kept where it can be."
             )
         copy(records, sealed, sealed_key, value)
