@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memstore import catalog, pending, registry
-from memstore.errors import MemoryNotFoundError, MemstoreError, StoreError, StoreNotFoundError
+from memstore.errors import FormatError, MemoryNotFoundError, MemstoreError, StoreError, StoreNotFoundError
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import RecordStore
 from memstore.memory import CHECKSUM, TEXT, TOKEN_IDS, Memory, checksum
@@ -47,11 +47,17 @@ def repair(store: MemoryStore, name: str | None = None, model: Any = None, token
     store.check_writable()
     results = []
     for result in verify(store, name):
-        memory = store[result.name]
+        try:
+            memory = store[result.name]
+        except MemoryNotFoundError:  # another process has removed it meanwhile
+            continue
+        except FormatError:
+            results.append(result)
+            continue
         if not result.ok:
             results.append(_read_anew(memory, result, model, tokenizer))
             continue
-        store.records.copy(memory.manifest.id, catalog.key(catalog.SEALED, memory.name), memory.manifest.pack())
+        pending.copy(store.records, memory.manifest, catalog.key(catalog.SEALED, memory.name), memory.manifest.pack())
         wrong = [
             record
             for record in all_records(store.records, memory.manifest.id)

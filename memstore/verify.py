@@ -11,11 +11,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.errors import DamagedMemoryError, StoreError
+from memstore.errors import DamagedMemoryError, FormatError, StoreError
 from memstore.index_files import damaged_indexes
 from memstore.memory import OFFSETS, TEXT, TOKEN_IDS
 from memstore.memory_writer import content_digest, expected_keys
@@ -44,16 +45,23 @@ class VerifyResult:
 
 def verify(store: MemoryStore, name: str | None) -> list[VerifyResult]:
     """See :meth:`memstore.store.MemoryStore.verify`."""
-    memories = store.memories() if name is None else [store[name]]
+    results: list[VerifyResult] = []
+    memories: list[Memory] = []
+    for memory in store.memories() if name is None else [store[name]]:
+        try:
+            memory.manifest  # noqa: B018
+            memories.append(memory)
+        except FormatError as error:  # the others can be checked all the same
+            results.append(VerifyResult(memory.name, False, [str(error)]))
     logger.info("checking every byte of %d memories of %s", len(memories), store.path)
     if not store.records.persistent:  # no other process sees them
-        results = [VerifyResult(memory.name, not (wrong := check(memory)), wrong) for memory in memories]
+        results += [VerifyResult(memory.name, not (wrong := check(memory)), wrong) for memory in memories]
     else:
-        results = _in_other_processes(store, memories)
+        results += _in_other_processes(store, memories)
     for result in results:
         for problem in (*result.problems, *result.caches):
             logger.warning("memory %r: %s", result.name, problem)
-    return results
+    return sorted(results, key=lambda result: result.name)
 
 
 def _in_other_processes(store: MemoryStore, memories: list[Memory]) -> list[VerifyResult]:
@@ -63,11 +71,17 @@ def _in_other_processes(store: MemoryStore, memories: list[Memory]) -> list[Veri
         found.update(answers)
         if how_it_ended and len(answers) < len(waiting):  # it ended while it read the first one it did not answer for
             found[waiting[len(answers)]] = ([how_it_ended], [])
-    return [
-        VerifyResult(memory.name, not problems, problems, caches)
-        for memory in memories
-        for problems, caches in [found[memory.manifest.id]]
-    ]
+    results = []
+    for memory in memories:
+        problems, caches = found[memory.manifest.id]
+        if not problems or _is_there(memory):  # nothing is wrong with one that was removed or replaced meanwhile
+            results.append(VerifyResult(memory.name, not problems, problems, caches))
+    return results
+
+
+def _is_there(memory: Memory) -> bool:
+    current = memory.store.get(memory.name)
+    return current is not None and current.manifest.id == memory.manifest.id
 
 
 def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, tuple[list[str], list[str]]], str | None]:
@@ -121,7 +135,10 @@ def _main() -> None:
 
     path, records = sys.argv[1:]
     with store.open(path, "r", records=records) as opened:
-        memories = {memory.manifest.id: memory for memory in opened.memories()}
+        memories: dict[str, Memory] = {}
+        for memory in opened.memories():
+            with suppress(FormatError):
+                memories[memory.manifest.id] = memory
         for line in sys.stdin.read().split():
             known = line in memories
             problems = check(memories[line]) if known else ["It was removed while it was checked."]
