@@ -218,7 +218,7 @@ class RecordStore(ABC):
 
     def copy(self, memory_id: str, key: bytes, value: bytes) -> None:  # noqa: B027  (not all can lose their catalog)
         """Keep a catalog record beside the records of a memory too, in place of an earlier one: :meth:`mend` restores
-        it from there. So it is made after the record, and goes before it."""
+        it from there. A copy goes before its record does: what is removed must not come back."""
 
     def drop_copy(self, memory_id: str) -> None:  # noqa: B027
         """Remove the copy beside the records of a memory, if there is one."""

@@ -61,7 +61,8 @@ def start(store: MemoryStore, draft: Manifest, document: Document, replacing: Ma
         except BaseException:
             lock.release()
             raise
-        lock.release()  # another process was faster, and this memory may yet be there: look again
+        # Another process was faster: look again. While it is there, its lock must stay the one that others wait for.
+        lock.release(discard=records.get(pending_key) != value)
 
 
 def manifest_of(records: RecordStore, name: str) -> Manifest | None:
@@ -191,13 +192,14 @@ def _writer(
         value = sealed.pack()
         if replaced is not None:
             records.drop_copy(Manifest.unpack(replaced).id)
+        records.copy(manifest.id, sealed_key, value)  # from here on it is as good as complete
         puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
         if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
+            records.drop_copy(manifest.id)
             raise StoreError(
                 f"Memory {manifest.name!r} was removed while it was being written, or another took its place. "
                 "Repeat the command; what has been read is kept where it can be."
             )
-        copy(records, sealed, sealed_key, value)
         lock.release(discard=True)
         for tombstone in tombstones:
             with contextlib.suppress(StoreError):  # the next opening tries again

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memstore import catalog, registry
-from memstore.errors import MemstoreError, StoreError, StoreNotFoundError
+from memstore.errors import FormatError, MemstoreError, StoreError, StoreNotFoundError
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import RecordStore
 from memstore.memory import CHECKSUM, TEXT, TOKEN_IDS, Memory, checksum
@@ -47,6 +47,11 @@ def repair(store: MemoryStore, name: str | None = None, model: Any = None, token
     store.check_writable()
     results = []
     for memory, result in verified(store, name):
+        try:
+            memory.manifest  # noqa: B018
+        except FormatError:
+            results.append(result)
+            continue
         if not result.ok:
             results.append(_read_anew(memory, result, model, tokenizer))
             continue

@@ -168,7 +168,7 @@ class Earlier:
         whole = same == self.draft.num_tokens == self.old.num_tokens
         count = self.draft.num_blocks if whole else same // self.draft.block_tokens
         try:
-            if self._known and self.draft.prefix_ids:
+            if self._known and self.draft.prefix_ids and not writer.num_blocks_done:  # else it has the one that is due
                 writer.put_prefix({part: self.opened.value(prefix_key(part)) for part in token_parts(self.draft)})
         except DamagedMemoryError:  # it is read with the first window
             self._known.clear()

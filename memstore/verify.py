@@ -5,18 +5,18 @@ python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "p
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.errors import DamagedMemoryError, MemstoreError, StoreError
+from memstore.errors import DamagedMemoryError, FormatError, MemstoreError, StoreError
 from memstore.index_files import damaged_indexes
 from memstore.memory import OFFSETS, TEXT, TOKEN_IDS
 from memstore.memory_writer import content_digest, expected_keys
@@ -53,7 +53,14 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
     replaced meanwhile is not damaged."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     while True:
-        memories = store.memories() if name is None else [store[name]]
+        memories: list[Memory] = []
+        unreadable: list[tuple[Memory, VerifyResult]] = []
+        for memory in store.memories() if name is None else [store[name]]:
+            try:
+                memory.manifest  # noqa: B018
+                memories.append(memory)
+            except FormatError as error:  # the others can be checked all the same
+                unreadable.append((memory, VerifyResult(memory.name, False, [str(error)])))
         waiting = [memory for memory in memories if memory.manifest.id not in found]
         if not waiting:
             break
@@ -66,14 +73,15 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
         found.update(answers)
         if how_it_ended and len(answers) < len(ids):  # it ended while it read the first one it did not answer for
             found[ids[len(answers)]] = ([how_it_ended], [])
-    for memory in memories:
-        for problem in itertools.chain(*found[memory.manifest.id]):
-            logger.warning("memory %r: %s", memory.name, problem)
-    return [
+    results = unreadable + [
         (memory, VerifyResult(memory.name, not problems, problems, caches))
         for memory in memories
         for problems, caches in [found[memory.manifest.id]]
     ]
+    for memory, result in results:
+        for problem in (*result.problems, *result.caches):
+            logger.warning("memory %r: %s", memory.name, problem)
+    return sorted(results, key=lambda each: each[0].name)
 
 
 def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, tuple[list[str], list[str]]], str | None]:
@@ -128,7 +136,10 @@ def _main() -> None:
 
     path, records = sys.argv[1:]
     with store.open(path, "r", records=records) as opened:
-        memories = {memory.manifest.id: memory for memory in opened.memories()}
+        memories: dict[str, Memory] = {}
+        for memory in opened.memories():
+            with suppress(FormatError):
+                memories[memory.manifest.id] = memory
         for line in sys.stdin.read().split():
             known = line in memories
             problems = check(memories[line]) if known else ["It was removed while it was checked."]

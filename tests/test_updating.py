@@ -15,6 +15,7 @@ import memstore
 from memstore import describe, pending
 from memstore.catalog import PENDING
 from memstore.errors import DamagedMemoryError, MemoryExistsError, MemoryNotFoundError
+from memstore.memory_writer import MemoryWriter
 from tests import tiny
 from tests.faults.harming import damage
 from tests.models import build
@@ -163,6 +164,24 @@ def test_an_interrupted_update_leaves_the_old_memory_and_goes_on(library, llama,
     done = library.update(llama, tokenizer, new, name="doc", window=WINDOW)
     check_same(done.memory, library.encode(llama, tokenizer, new, name="fresh", window=WINDOW, anchors=True))
     assert len(library.records.memory_ids()) == 2 and library.records.items(PENDING) == []
+
+
+def test_an_update_that_goes_on_keeps_the_prefix_it_has_read(library, llama, tokenizer, monkeypatch):
+    old = library.update(llama, tokenizer, text(), name="doc", window=WINDOW).memory
+    assert old.manifest.prefix_ids
+    new, put = EDITS["more at the start"](text()), []
+
+    def progress(done, total):
+        if done >= 600:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        library.update(llama, tokenizer, new, name="doc", window=WINDOW, progress=progress)
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryWriter, "put_prefix", lambda writer, parts: put.append(parts))
+        done = library.update(llama, tokenizer, new, name="doc", window=WINDOW)
+    assert put == []
+    check_same(done.memory, library.encode(llama, tokenizer, new, name="fresh", window=WINDOW, anchors=True))
 
 
 def test_an_interrupted_first_encoding_goes_on_with_its_rule(library, llama, tokenizer):

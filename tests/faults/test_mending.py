@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 import memstore
+from memstore import verify
 from memstore.catalog import PENDING, SEALED, key
 from memstore.errors import (
     DamagedMemoryError,
@@ -19,6 +21,7 @@ from memstore.errors import (
     StoreFullError,
     StoreInUseError,
 )
+from memstore.manifest import FORMAT_MINOR
 from memstore.memory import block_key
 from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
@@ -35,6 +38,38 @@ def test_verify_finds_every_damaged_block(library: MemoryStore) -> None:
     assert (esther.ok, ruth.ok, ruth.problems) == (False, True, [])
     found = [f"block {i} of 'large'" for i in (1, 3, 4)]
     assert esther.problems == [f"The bytes of {what} differ from those written." for what in found]
+
+
+def test_what_is_removed_or_replaced_while_it_is_verified_is_not_damaged(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("esther", "gone", "ruth"):
+        making.write(library, name)
+
+    def late(store: MemoryStore, ids: list[str]) -> Any:
+        if "gone" in library:
+            del library["gone"]
+            old = library["esther"].manifest
+            with library.create(making.manifest(document_digest="1"), making.document(), old) as writer:
+                making.fill(writer)
+        return run(store, ids)
+
+    run = verify._run
+    monkeypatch.setattr(verify, "_run", late)
+    assert [(result.name, result.ok) for result in library.verify()] == [("esther", True), ("ruth", True)]
+
+
+def test_a_memory_of_a_newer_version_is_told_and_the_others_are_verified_and_mended(library: MemoryStore) -> None:
+    making.write(library)
+    manifest = making.write(library, "newer").manifest
+    fields = {**manifest.fields(), "format_minor": FORMAT_MINOR + 1, "more": True}
+    library.records.commit({key(SEALED, "newer"): msgpack.packb(fields)})
+    for repair in (False, True):
+        esther, newer = library.verify(repair=repair)
+        assert (esther.ok, newer.ok) == (True, False)
+        assert "Install the version that wrote it" in newer.problems[0]
+    del library["newer"]
+    assert len(list(library.path.glob("memories/*"))) == 1
 
 
 def test_a_memory_whose_text_is_damaged_too_is_left_and_says_so(library: MemoryStore) -> None:
@@ -250,19 +285,24 @@ def test_a_writer_that_finds_its_memory_removed_leaves_no_copy(library: MemorySt
     assert copies(library) == []
 
 
-def test_a_memory_whose_copy_cannot_be_written_is_complete(
-    library: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_memory_whose_copy_cannot_be_written_is_finished_by_the_next_writer(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise StoreFullError("no space")
 
     monkeypatch.setattr(library.records, "copy", fail)
-    making.check(making.write(library))
-    assert "could not be copied: no space" in caplog.text
+    with pytest.raises(StoreFullError):
+        making.write(library)
+    assert (library.names(), copies(library)) == ([], [])
     monkeypatch.undo()
-    assert copies(library) == []
+    with library.create(making.manifest(), making.document()) as writer:
+        assert writer.num_done == making.TOKENS
+        making.check(making.fill(writer))
+    (copy,) = copies(library)
+    copy.unlink()
     library.verify(repair=True)
-    assert len(copies(library)) == 1
+    assert copies(library) == [copy]
 
 
 def test_a_catalog_that_is_whole_once_it_is_alone_is_left(
