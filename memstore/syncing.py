@@ -67,11 +67,11 @@ def compare(store: MemoryStore | None, folder: str) -> Comparison:
             comparison.failed.append((document, error))
     for name in _gone(known, folder, found):
         if link := _link_above(folder, name):
-            error = DocumentError(
+            behind = DocumentError(
                 f"{link} has become a link, and what lies behind links to folders is not read. Memory {name!r} stays "
                 "as it is; `memstore remove` removes it."
             )
-            comparison.failed.append((documents.Document(name, str(Path(folder, name))), error))
+            comparison.failed.append((documents.Document(name, str(Path(folder, name))), behind))
         else:
             comparison.removed.append(name)
     logger.info("%s: %s", folder, ", ".join(f"{len(each)} {what}" for what, each in vars(comparison).items()))
