@@ -101,8 +101,9 @@ class Binding(ABC):
         logger.info("detached from %s", type(self.model).__name__)
 
     def _say_what_is_attached(self) -> None:
-        count, tokens = len(self._opened), sum(each.manifest.num_tokens for each in self._opened.values())
-        logger.info("attached to %s: %d memories, %d tokens", type(self.model).__name__, count, tokens)
+        every = {id(memory): memory for row in self.rows for memory in row}.values()
+        tokens = sum(memory.num_tokens for memory in every)
+        logger.info("attached to %s: %d memories, %d tokens", type(self.model).__name__, len(every), tokens)
         logger.debug("rows read %s", [[memory.name for memory in row] for row in self.rows])
 
     def __reduce__(self) -> str:

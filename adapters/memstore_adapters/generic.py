@@ -80,6 +80,7 @@ class ProbedReading(HiddenAttachment):
 
     def __init__(self, adapter: EncoderDecoderAdapter, states: Tensor) -> None:
         memory = SimpleNamespace(
+            name="a probe",
             num_tokens=states.shape[1],
             open=lambda: SimpleNamespace(close=lambda: None),  # there is nothing to open
         )
