@@ -185,7 +185,7 @@ class IndexCache:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            if self.folder is None:
+            if self.folder is None or is_removed(self.records, self.manifest):  # or it is just going
                 raise removed(self.manifest) from error
             if error.errno in (ENOSPC, EDQUOT):
                 message = f"The disk that holds {folder} is full. Free some space and repeat; nothing is lost."
