@@ -9,10 +9,8 @@ import warnings
 import pytest
 import torch
 
-from memstore.errors import (
-    IndexNotice,
-    MemoryNotFoundError,
-)
+from memstore.catalog import SEALED, TOMBSTONE, key
+from memstore.errors import IndexNotice, MemoryNotFoundError
 from memstore.index_record import all_records
 from memstore.indexes import open_index, reindex
 from tests import kept
@@ -48,6 +46,20 @@ def test_a_memory_removed_while_its_index_is_built(hidden, monkeypatch):
     with pytest.raises(MemoryNotFoundError, match="removed while its index was built"):
         reindex(hidden, "kept")
     expect_nothing_left(library)
+
+
+def test_a_memory_whose_folder_is_just_going_is_said_to_be_removed(hidden, monkeypatch):
+    records = hidden.store.records
+
+    def remove_meanwhile(self, path):
+        gone = TOMBSTONE + hidden.manifest.id.encode()
+        assert records.commit({gone: b""}, [key(SEALED, hidden.name)])
+        shutil.rmtree(path.parent)  # which still lies in the memory's folder
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(kept.KeptIndex, "save", remove_meanwhile)
+    with pytest.raises(MemoryNotFoundError, match="removed while its index was built"):
+        reindex(hidden, "kept")
 
 
 @pytest.mark.parametrize("attached", [False, True], ids=["reindex", "open"])
