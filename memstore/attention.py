@@ -245,11 +245,9 @@ def _ordinary_chunk(
     scores = Scoring(softcap=softcap)(scores)
     if bias is not None:
         scores = scores + bias.float()
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        # An additive mask marks what is hidden with the lowest finite number; a merge needs a true -inf.
-        scores = (scores + mask.float()).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+    if mask is not None:
+        scores = scores if mask.dtype == torch.bool else scores + mask.float()
+        scores = scores.masked_fill(hidden_by(mask), -torch.inf)
     m = scores.amax(-1, keepdim=True)
     weights = shifted_exp(scores, m)
     if note is not None:
@@ -283,7 +281,7 @@ def _seen(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     """A set of keys without those at its end that no query of the mask sees: of a causal mask, those to come."""
     if mask is None:
         return key, value, mask
-    seen = ~_hidden(mask)
+    seen = ~hidden_by(mask)
     places = seen.flatten(0, 2).any(0).nonzero()
     stop = int(places[-1]) + 1 if len(places) else 1  # a kernel wants some key
     return key[:, :, :stop], value[:, :, :stop], mask[..., :stop]
@@ -302,11 +300,14 @@ def _additive(mask: Tensor | None, query: Tensor, n: int) -> Tensor:
     if mask is None:
         return query.new_zeros((1, 1, 1, n))
     added = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask.to(query.dtype)
-    return added.masked_fill(_hidden(mask), -torch.inf)
+    return added.masked_fill(hidden_by(mask), -torch.inf)
 
 
-def _hidden(mask: Tensor) -> Tensor:
-    """Where a mask, boolean or additive, hides a key."""
+def hidden_by(mask: Tensor) -> Tensor:
+    """Where a mask hides a key: a boolean one, or an additive one, whose lowest finite number marks it.
+
+    A merge needs a true -inf there.
+    """
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 

@@ -80,13 +80,14 @@ def encode(
         name=name,
         metadata=metadata,
     )
-    if name in store:
-        differing = differences(store[name].manifest, draft)
+    before = store.get(name)
+    if before is not None:
+        differing = differences(before.manifest, draft)
         if differing:
-            raise another_exists(store[name].manifest, draft, differing)
-        store[name].open().close()  # one that is damaged must not pass for done
+            raise another_exists(before.manifest, draft, differing)
+        before.open().close()  # one that is damaged must not pass for done
         logger.info("memory %r holds this document already", name)
-        return store[name]
+        return before
     with store.create(draft, document) as writer:
         return write(writer, adapter, Reader(adapter, source, writer), progress)
 

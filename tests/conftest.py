@@ -33,6 +33,17 @@ def library(tmp_path: Path) -> Iterator[MemoryStore]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch with one thread, for what must come out the same to the last bit."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def user_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty user configuration directory, so that a test does not read the developer's own."""
     directory = tmp_path_factory.mktemp("user")

@@ -20,12 +20,7 @@ from tests.models import build, clone, tokens
 LINE = "In the beginning was the Word, and the Word was with God.\n"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

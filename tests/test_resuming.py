@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 import pytest
-import torch
 
 import memstore
 from memstore import describe
@@ -30,12 +29,7 @@ with memstore.open(sys.argv[1]) as library:
 """
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def read(store, kind, **keywords):

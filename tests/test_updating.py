@@ -24,12 +24,8 @@ WINDOW = 64  # so a section has some 256 tokens, and 8 windows
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setattr(describe, "BLOCK_BYTES", 1)  # blocks of 256 tokens
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def small_blocks(monkeypatch, one_thread):
+    monkeypatch.setattr(describe, "BLOCK_BYTES", 1)  # of 256 tokens
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from memstore.attention import hidden_by
 from memstore.errors import AttachError
 
 
@@ -68,8 +69,7 @@ def padding_mask(kwargs: dict[str, Any], own: Tensor, past: int) -> Tensor:
         past, mask.shape[-1] - mask.shape[-2]
     )  # of the first token; a full sliding cache ends with the last one
     itself = mask[:, 0].diagonal(place, dim1=-2, dim2=-1)[:, : own.shape[1]]
-    hidden = ~itself if itself.dtype == torch.bool else itself <= torch.finfo(itself.dtype).min / 2
-    return cast(Tensor, hidden.expand(own.shape))
+    return hidden_by(itself).expand(own.shape)
 
 
 def leading(ids: Tensor, padding: Tensor, header: Sequence[int]) -> Tensor:
