@@ -124,6 +124,17 @@ def complain(message: str) -> None:
     err.print(Text.assemble(("Error: ", "bold red"), visible(message)), soft_wrap=True)
 
 
+@contextmanager
+def collected(failed: list[dict[str, str]], **what: str) -> Iterator[None]:
+    """Of several things to do, one: if it fails, its error is told and added to ``failed`` with ``what`` it was, and
+    the others are done all the same."""
+    try:
+        yield
+    except MemstoreError as error:
+        complain(str(error))
+        failed.append({**what, "error": str(error)})
+
+
 def note_that(message: str) -> None:
     """Write what is worth knowing to standard error."""
     err.print(Text.assemble(("Note: ", "bold"), visible(message)), soft_wrap=True)

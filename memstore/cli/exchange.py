@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memstore.cli.common import JsonOption, StoreOption, complain, err, matching, open_store, out, size, write_json
-from memstore.errors import MemstoreError
+from memstore.cli.common import JsonOption, StoreOption, collected, err, matching, open_store, out, size, write_json
 
 
 def export(
@@ -30,16 +29,12 @@ def export(
     failed: list[dict[str, str]] = []
     with open_store(store, "r") as opened:
         for memory in {each.name: each for name in names for each in matching(opened, name) or [opened[name]]}.values():
-            try:
+            with collected(failed, name=memory.name):
                 with err.status(f"Exporting {memory.name} …"):
                     path = export_memory(memory, folder)
-            except MemstoreError as error:
-                complain(str(error))
-                failed.append({"name": memory.name, "error": str(error)})
-                continue
-            done.append({"name": memory.name, "folder": str(path)})
-            if not as_json:
-                out.print(f"{memory.name}: {path}", soft_wrap=True)
+                done.append({"name": memory.name, "folder": str(path)})
+                if not as_json:
+                    out.print(f"{memory.name}: {path}", soft_wrap=True)
     if as_json:
         write_json({"exported": done, "failed": failed})
     if failed:
@@ -62,16 +57,12 @@ def import_memories(
     found = exported(folder)  # a wrong path must not leave an empty store
     with open_store(store, "a") as opened:
         for path in found:
-            try:
+            with collected(failed, folder=str(path)):
                 with err.status(f"Importing {path} …"):
                     memory = import_memory(opened, path)
-            except MemstoreError as error:
-                complain(str(error))
-                failed.append({"folder": str(path), "error": str(error)})
-                continue
-            done.append({"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes})
-            if not as_json:
-                out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}", soft_wrap=True)
+                done.append({"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes})
+                if not as_json:
+                    out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}", soft_wrap=True)
     if as_json:
         write_json({"imported": done, "failed": failed})
     if failed:

@@ -17,6 +17,7 @@ from memstore.cli.common import (
     DtypeOption,
     JsonOption,
     StoreOption,
+    collected,
     complain,
     load_model,
     matching,
@@ -27,7 +28,6 @@ from memstore.cli.common import (
     store_place,
     write_json,
 )
-from memstore.errors import MemstoreError
 
 if TYPE_CHECKING:
     from memstore.index_record import IndexRecord
@@ -113,15 +113,11 @@ def remove(
         pass  # mode "a" alone would create a store where a mistyped path leads
     with open_store(store, "a") as opened:
         for name in names:
-            try:
+            with collected(failed, name=name):
                 del opened[name]
-            except MemstoreError as error:
-                complain(str(error))
-                failed.append({"name": name, "error": str(error)})
-                continue
-            removed.append(name)
-            if not as_json:
-                out.print(f"Removed {name}.", soft_wrap=True)
+                removed.append(name)
+                if not as_json:
+                    out.print(f"Removed {name}.", soft_wrap=True)
     if as_json:
         write_json({"removed": removed, "failed": failed})
     if failed:
