@@ -5,10 +5,8 @@ It is written into a folder of another name, which gets its own in one step, so 
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,12 +32,11 @@ from memstore.exchange import (
     in_file,
     json_checksum,
 )
+from memstore.files import FULL, sync, write_synced
 from memstore.memory import OFFSETS, TEXT, Memory, OpenMemory
 from memstore.memory_writer import content_digest
 
 logger = logging.getLogger(__name__)
-
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def export_memory(memory: Memory, folder: Path) -> Path:
@@ -80,7 +77,7 @@ def export_memory(memory: Memory, folder: Path) -> Path:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            _sync(folder)
+            sync(folder)
     logger.info("exported memory %r to %s", memory.name, target)
     return target
 
@@ -130,11 +127,11 @@ def _described(opened: OpenMemory) -> dict[str, Any]:
 
 def _write(opened: OpenMemory, folder: Path, described: bytes) -> None:
     if opened.manifest.has_text:
-        _put(folder / TEXT_FILE, [opened.verified(TEXT)])
+        write_synced(folder / TEXT_FILE, [opened.verified(TEXT)])
     for name, layout in _files(opened):
-        _put(folder / name, [header(layout), *_bytes(opened, layout)])
-    _put(folder / MANIFEST, [described])
-    _sync(folder)
+        write_synced(folder / name, [header(layout), *_bytes(opened, layout)])
+    write_synced(folder / MANIFEST, [described])
+    sync(folder)
 
 
 def _bytes(opened: OpenMemory, layout: Layout) -> Iterator[memoryview]:
@@ -147,23 +144,6 @@ def _bytes(opened: OpenMemory, layout: Layout) -> Iterator[memoryview]:
             start += piece.nbytes
     for piece in in_file(layout):
         yield views[piece.name]
-
-
-def _put(path: Path, chunks: list[Any]) -> None:
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the entries of a folder survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

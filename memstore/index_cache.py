@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from memstore.errors import (
     StoreError,
     StoreFullError,
 )
+from memstore.files import FULL
 from memstore.index_files import UnusableError, check_file, checksum_of
 from memstore.index_record import IndexFile, IndexRecord, is_removed, read_record, removed, used_folders, write_record
 from memstore.interfaces import SavedIndex, VectorIndex
@@ -187,7 +187,7 @@ class IndexCache:
                 raise
             if self.folder is None or is_removed(self.records, self.manifest):  # or it is just going
                 raise removed(self.manifest) from error
-            if error.errno in (ENOSPC, EDQUOT):
+            if error.errno in FULL:
                 message = f"The disk that holds {folder} is full. Free some space and repeat; nothing is lost."
                 raise StoreFullError(message) from error
             raise StoreError(f"The index could not be written to {folder}: {error}.") from error

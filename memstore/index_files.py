@@ -37,9 +37,9 @@ def checksum_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def damaged_indexes(memory: Memory) -> list[str]:
-    """What is wrong with each index that is kept of a memory, by backend."""
-    folder, problems = memory.store.records.folder(memory.manifest.id), []
+def damaged_indexes(memory: Memory) -> dict[str, str]:
+    """By backend, what is wrong with an index that is kept of a memory."""
+    folder, problems = memory.store.records.folder(memory.manifest.id), dict[str, str]()
     for record in all_records(memory.store.records, memory.manifest.id):
         if folder is None or not record.files:
             continue
@@ -47,5 +47,5 @@ def damaged_indexes(memory: Memory) -> list[str]:
             for name, file in record.files.items():
                 check_file(folder / "indexes" / record.folder / name, file)
         except (UnusableError, OSError) as error:
-            problems.append(f"The index {record.backend!r}: {error}.")
+            problems[record.backend] = str(error)
     return problems

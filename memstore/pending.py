@@ -73,6 +73,15 @@ def manifest_of(records: RecordStore, name: str) -> Manifest | None:
     return None
 
 
+def manifests(records: RecordStore) -> list[Manifest]:
+    """The manifests of all memories in progress, sorted by name, but for those that cannot be read."""
+    values, found = [value for _, value in records.items(PENDING)], []
+    for value in values:
+        with contextlib.suppress(DamagedMemoryError, FormatError):
+            found.append(Manifest.unpack(value))
+    return sorted(found, key=lambda manifest: manifest.name)
+
+
 def drop(records: RecordStore, name: str) -> bool:
     """Give back the space of a memory in progress. False if there is none of this name.
 
@@ -192,6 +201,7 @@ def _writer(
         value = sealed.pack()
         if replaced is not None:
             records.drop_copy(Manifest.unpack(replaced).id)
+        records.drop_copy(manifest.id)  # of the draft: on a full disk there is no room for two
         records.copy(manifest.id, sealed_key, value)  # from here on it is as good as complete
         puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
         if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
@@ -217,6 +227,7 @@ def _writer(
         records.delete(manifest.id)
         opened = records.writer(manifest.id, capacity)
     try:
+        records.copy(manifest.id, key(PENDING, manifest.name), packed)  # days of work outlive the catalog
         writer = MemoryWriter(manifest, opened, seal, lock.release)
         writer.put_document(document)
         if writer.num_done:

@@ -6,7 +6,6 @@ the model's weights: a decoder that was trained further asks other things of the
 
 from __future__ import annotations
 
-import os
 import uuid
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from memstore.errors import IndexNotice
+from memstore.files import replace_by
 from memstore.fingerprint import tensors_hash
 from memstore.interfaces import RecordStore
 from memstore.memory import OpenMemory
@@ -90,15 +90,7 @@ def _save(path: Path, sample: Sample, model: str) -> None:
     data = save(tensors, {"format": FORMAT, "model": model, "checksum": tensors_hash(tensors)})
     for left in path.parent.glob(f".{path.name}.*"):  # by a killed process; one at work only gets a notice
         left.unlink(missing_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_by(path, [data], path.with_name(f".{path.name}.{uuid.uuid4().hex}"))
 
 
 def _notice(message: str) -> None:

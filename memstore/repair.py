@@ -56,12 +56,8 @@ def repair(store: MemoryStore, name: str | None = None, model: Any = None, token
             results.append(_read_anew(memory, result, model, tokenizer))
             continue
         result = _with_copy(memory, result)
-        wrong = [
-            record
-            for record in all_records(store.records, memory.manifest.id)
-            if any(repr(record.backend) in problem for problem in result.caches)
-        ]
-        results.append(_with_indexes(memory, result, wrong))
+        kept = all_records(store.records, memory.manifest.id)
+        results.append(_with_indexes(memory, result, [each for each in kept if each.backend in result.indexes]))
     return results
 
 
@@ -75,22 +71,23 @@ def _with_copy(memory: Memory, result: VerifyResult) -> VerifyResult:
         finally:
             lock.release(discard=True)
     except StoreError as error:  # removed by another process, or being repaired by one
-        return replace(result, caches=[*result.caches, f"The copy of its record was not renewed: {error}"])
+        return replace(result, unrepaired=[*result.unrepaired, f"The copy of its record was not renewed: {error}"])
     return result
 
 
 def _with_indexes(memory: Memory, result: VerifyResult, records: list[IndexRecord]) -> VerifyResult:
     """Build these indexes anew, as they were built and tuned before."""
-    repaired, left = list(result.repaired), [each for each in result.caches if not each.startswith("The index")]
+    repaired, left = list(result.repaired), dict(result.indexes)
     for record in records:
         from memstore.indexes import reindex
 
         try:
             reindex(memory, record.backend, {**record.options, **record.tuned})
             repaired.append(f"The index {record.backend!r} was built anew.")
+            left.pop(record.backend, None)
         except MemstoreError as error:
-            left.append(f"The index {record.backend!r} could not be built anew: {error}")
-    return replace(result, caches=left, repaired=repaired)
+            left[record.backend] = f"it could not be built anew: {error}".rstrip(".")
+    return replace(result, indexes=left, repaired=repaired)
 
 
 def _read_anew(memory: Memory, result: VerifyResult, model: Any, tokenizer: Any) -> VerifyResult:
@@ -112,7 +109,7 @@ def _read_anew(memory: Memory, result: VerifyResult, model: Any, tokenizer: Any)
         return replace(result, problems=[*result.problems, f"It could not be read anew: {error}"])
     same = fresh.manifest.digest == manifest.digest
     how = "to the bytes it had" if same else "to other bytes than it had: libraries or the device differ"
-    whole = replace(result, ok=True, problems=[], caches=[], repaired=[f"It was read anew, {how}."])
+    whole = replace(result, ok=True, problems=[], indexes={}, repaired=[f"It was read anew, {how}."])
     logger.warning("memory %r: %s", memory.name, whole.repaired[0])
     return _with_indexes(fresh, whole, indexes)
 

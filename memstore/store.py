@@ -102,6 +102,13 @@ class MemoryStore:
         """The names of all memories, sorted."""
         return [memory.name for memory in self.memories()]
 
+    def unfinished(self) -> list[Manifest]:
+        """The manifests of the memories that are being encoded, or whose encoding was interrupted, sorted by name.
+
+        The same call of :meth:`encode` again goes on where it was interrupted; ``del store[name]`` gives one up.
+        """
+        return pending.manifests(self.records)
+
     def select(self, pattern: str | None = None, *, where: Where | None = None) -> list[Memory]:
         """The memories whose name fits a pattern and whose metadata is as wanted, sorted by name.
 
@@ -292,8 +299,13 @@ class MemoryStore:
                 return self.records.reader(manifest.id, manifest.seal)
         except DamagedMemoryError:
             current = self.records.get(key(SEALED, manifest.name))
-            if current is None or Manifest.unpack(current).id != manifest.id:
+            if current is None:
                 raise MemoryNotFoundError(f"Memory {manifest.name!r} has been removed from {self.path}.") from None
+            if Manifest.unpack(current).id != manifest.id:
+                raise MemoryNotFoundError(
+                    f"Memory {manifest.name!r} is no longer the one in {self.path}: another version has taken its "
+                    "place since it was looked up. Look it up again."
+                ) from None
             raise
 
     def _not_found(self, name: object) -> MemoryNotFoundError:

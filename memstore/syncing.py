@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -16,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from memstore import documents
 from memstore.documents import STDIN
-from memstore.errors import DocumentError, MemoryExistsError, MemoryNotFoundError, MemstoreError
+from memstore.errors import DocumentError, MemoryBusyError, MemoryExistsError, MemoryNotFoundError, MemstoreError
+from memstore.manifest import Manifest
 from memstore.memory import Memory, text_digest
+from memstore.memory_writer import token_parts
 from memstore.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ class Comparison:
     failed: list[tuple[documents.Document, MemstoreError]] = field(default_factory=list)
 
 
-def compare(store: MemoryStore | None, folder: str) -> Comparison:
+def compare(store: MemoryStore | None, folder: str, dtype: str | None = None) -> Comparison:
     """Hold the texts of a folder against a store, None for an empty one. No model is needed, and nothing is changed.
 
-    Raises DocumentError if the folder is none, holds no text file, or cannot be read throughout: then nothing is known
-    to be gone.
+    dtype: what vectors are to be stored in; None for whatever they are stored in. Raises DocumentError if the folder is
+    none, holds no text file, or cannot be read throughout: then nothing is known to be gone.
     """
     if not Path(folder).is_dir():
         raise DocumentError(f"{folder} is no folder that can be read. Name the one that holds the texts.")
@@ -58,20 +59,19 @@ def compare(store: MemoryStore | None, folder: str) -> Comparison:
             if memory is None:
                 comparison.added.append(document)
             elif memory.manifest.has_text and memory.manifest.document_digest == digest:
+                _check_dtype(memory, dtype)
                 comparison.unchanged.append(document)
             else:
                 check_source(memory, document, folder)
+                _check_dtype(memory, dtype)
                 comparison.changed.append(document)
         except MemstoreError as error:
             logger.info("%s is left as it is: %s", document.path, error)
             comparison.failed.append((document, error))
-    for name in _gone(known, folder, found):
-        if link := _link_above(folder, name):
-            behind = DocumentError(
-                f"{link} has become a link, and what lies behind links to folders is not read. Memory {name!r} stays "
-                "as it is; `memstore remove` removes it."
-            )
-            comparison.failed.append((documents.Document(name, str(Path(folder, name))), behind))
+    for name in [] if store is None else _gone(store, folder, found):
+        if doubt := _doubt(folder, name):
+            stays = DocumentError(f"{doubt} Memory {name!r} stays as it is; `memstore remove` removes it.")
+            comparison.failed.append((documents.Document(name, str(Path(folder, name))), stays))
         else:
             comparison.removed.append(name)
     logger.info("%s: %s", folder, ", ".join(f"{len(each)} {what}" for what, each in vars(comparison).items()))
@@ -79,29 +79,46 @@ def compare(store: MemoryStore | None, folder: str) -> Comparison:
 
 
 def remove_gone(store: MemoryStore, folder: str) -> list[str]:
-    """Remove the memories whose texts are no longer in a folder, and say which. Store and folder are looked at again:
-    since they were compared, hours may have gone by.
+    """Remove the memories whose texts are no longer in a folder, finished or not, and say which. Store and folder are
+    looked at again: since they were compared, hours may have gone by.
 
     Raises DocumentError as :func:`compare` does.
     """
-    known = {memory.name: memory for memory in store.memories()}
-    removed = [name for name in _gone(known, folder, documents.find([folder])) if not _link_above(folder, name)]
-    for name in removed:
-        with suppress(MemoryNotFoundError):  # another process was faster
-            del store[name]
+    removed = []
+    for name in _gone(store, folder, documents.find([folder])):
+        if _doubt(folder, name) is None:
+            with suppress(MemoryNotFoundError, MemoryBusyError):  # another process was faster, or is at it
+                del store[name]
+                removed.append(name)
     return removed
 
 
-def _gone(known: Mapping[str, Memory], folder: str, found: list[documents.Document]) -> list[str]:
-    """The names of the memories that sync of this folder made of texts that are not there."""
-    names, whole = {document.name for document in found}, _text(folder)
-    return [name for name, memory in known.items() if name not in names and memory.metadata.get("folder") == whole]
+def _gone(store: MemoryStore, folder: str, found: list[documents.Document]) -> list[str]:
+    """The names of the memories that sync of this folder made, or began, of texts that are not there."""
+    there, whole = {document.name for document in found}, _text(folder)
+    held: list[Manifest | Memory] = [*store.unfinished(), *store.memories()]
+    return sorted({each.name for each in held if each.metadata.get("folder") == whole} - there)
 
 
-def _link_above(folder: str, name: str) -> Path | None:
-    """The link in the place of a folder that a document of this name lay in, if there is one."""
-    above = [Path(folder, parent) for parent in PurePosixPath(name).parents][:-1]  # the last one is the folder itself
-    return next((path for path in above if path.is_symlink()), None)
+def _doubt(folder: str, name: str) -> str | None:
+    """Why a document that is not found may still be there: because of what is in the place of a folder it lay in."""
+    for parent in list(PurePosixPath(name).parents)[:-1]:  # the last one is the folder itself
+        path = Path(folder, parent)
+        if path.is_symlink():
+            return f"{path} has become a link, and what lies behind links to folders is not read."
+        if path.is_dir() and not any(path.iterdir()):
+            return f"{path} is empty, as a folder is while the disk that belongs there is not mounted."
+    return None
+
+
+def _check_dtype(memory: Memory, dtype: str | None) -> None:
+    """Raises MemoryExistsError for a memory that is stored in another dtype than asked for."""
+    stored = {spec.dtype for spec in token_parts(memory.manifest).values()}
+    if dtype is not None and stored != {dtype}:
+        raise MemoryExistsError(
+            f"Memory {memory.name!r} is stored as {' and '.join(sorted(stored))}, not {dtype}. Remove it first, and it "
+            "is read anew."
+        )
 
 
 def refresh(

@@ -1,6 +1,6 @@
 """Check every byte of a store's memories in another process, because a failing disk may end the process that reads it.
 
-python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "problems", "caches"} per memory
+python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "problems", "indexes"} per memory
 """
 
 from __future__ import annotations
@@ -25,22 +25,30 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.store import MemoryStore
 
-
 logger = logging.getLogger(__name__)
+
+Answer = tuple[list[str], dict[str, str]]  # what is wrong with a memory, and by backend with its indexes
 
 
 @dataclass(frozen=True)
 class VerifyResult:
     """Whether a memory's bytes are those that were written, and if not, what is wrong with each that differs.
 
-    caches: what is wrong with its indexes, which are built anew when they are needed. repaired: what a repair did.
+    indexes: by backend, what is wrong with an index of it, which is built anew when it is needed. repaired, unrepaired:
+    what a repair did, and what it could not do though the memory is whole.
     """
 
     name: str
     ok: bool
     problems: list[str] = field(default_factory=list)
-    caches: list[str] = field(default_factory=list)
+    indexes: dict[str, str] = field(default_factory=dict)
     repaired: list[str] = field(default_factory=list)
+    unrepaired: list[str] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user of a whole memory should know, in sentences."""
+        return [f"The index {backend!r}: {problem}." for backend, problem in self.indexes.items()] + self.unrepaired
 
 
 def verify(store: MemoryStore, name: str | None) -> list[VerifyResult]:
@@ -51,7 +59,7 @@ def verify(store: MemoryStore, name: str | None) -> list[VerifyResult]:
 def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyResult]]:
     """The memories that are there once all have been read, each with its result: what another process removed or
     replaced meanwhile is not damaged."""
-    found: dict[str, tuple[list[str], list[str]]] = {}
+    found: dict[str, Answer] = {}
     while True:
         memories: list[Memory] = []
         unreadable: list[tuple[Memory, VerifyResult]] = []
@@ -65,26 +73,26 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
         if not waiting:
             break
         if not store.records.persistent:  # no other process sees them
-            found.update({memory.manifest.id: (check(memory), []) for memory in waiting})
+            found.update({memory.manifest.id: (check(memory), {}) for memory in waiting})
             continue
         ids = [memory.manifest.id for memory in waiting]
         logger.info("checking every byte of %d memories of %s", len(ids), store.path)
         answers, how_it_ended = _run(store, ids)
         found.update(answers)
         if how_it_ended and len(answers) < len(ids):  # it ended while it read the first one it did not answer for
-            found[ids[len(answers)]] = ([how_it_ended], [])
+            found[ids[len(answers)]] = ([how_it_ended], {})
     results = unreadable + [
-        (memory, VerifyResult(memory.name, not problems, problems, caches))
+        (memory, VerifyResult(memory.name, not problems, problems, indexes))
         for memory in memories
-        for problems, caches in [found[memory.manifest.id]]
+        for problems, indexes in [found[memory.manifest.id]]
     ]
     for memory, result in results:
-        for problem in (*result.problems, *result.caches):
+        for problem in (*result.problems, *result.notes):
             logger.warning("memory %r: %s", memory.name, problem)
     return sorted(results, key=lambda each: each[0].name)
 
 
-def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, tuple[list[str], list[str]]], str | None]:
+def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, Answer], str | None]:
     """The answers of one child process, and what ended it early, if anything did."""
     # -P: not with modules of the folder that a user happens to be in.
     command = [sys.executable, "-P", "-m", "memstore.verify", str(store.path), store.backend]
@@ -93,7 +101,7 @@ def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, tuple[list[str],
     answers = {}
     for line in child.stdout.splitlines():
         answer = json.loads(line)
-        answers[answer["id"]] = answer["problems"], answer["caches"]
+        answers[answer["id"]] = answer["problems"], answer["indexes"]
     if child.returncode < 0:
         return answers, f"The process that read it was ended by {signal.Signals(-child.returncode).name}."
     if child.returncode > 0 or len(answers) < len(ids):
@@ -143,8 +151,8 @@ def _main() -> None:
         for line in sys.stdin.read().split():
             known = line in memories
             problems = check(memories[line]) if known else ["It was removed while it was checked."]
-            caches = damaged_indexes(memories[line]) if known else []
-            sys.stdout.write(json.dumps({"id": line, "problems": problems, "caches": caches}) + "\n")
+            indexes = damaged_indexes(memories[line]) if known else {}
+            sys.stdout.write(json.dumps({"id": line, "problems": problems, "indexes": indexes}) + "\n")
             sys.stdout.flush()
 
 

@@ -197,7 +197,7 @@ def test_who_has_the_old_memory_open_keeps_reading_it(library, llama, tokenizer)
     with old.open() as opened:
         library.update(llama, tokenizer, text(seed=3), name="doc", window=WINDOW)
         assert {key: opened.verified(key).tobytes() for key in opened.keys} == before
-    with pytest.raises(MemoryNotFoundError, match="has been removed"):
+    with pytest.raises(MemoryNotFoundError, match="another version has taken its place"):
         old.open()
 
 

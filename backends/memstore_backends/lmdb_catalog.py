@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,12 +12,13 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import lmdb
-import lmdb.verify
 
-from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError, StoreError, StoreFullError
+from memstore.errors import DamagedMemoryError, FormatError, StoreError, StoreFullError
 from memstore_backends import mounts
+from memstore_backends.lmdb_errors import translated
 from memstore_backends.lmdb_lock import prepare
-from memstore_backends.lmdb_pages import PageError, is_newer, meta, page_size
+from memstore_backends.lmdb_pages import PageError, is_newer
+from memstore_backends.lmdb_problems import problem_of, problem_of_metas
 from memstore_backends.lmdb_snapshot import Snapshot
 from memstore_backends.lmdb_summary import SUMMARY, Summary, damaged_catalog, opened, sealed
 
@@ -32,48 +31,6 @@ T = TypeVar("T")
 CATALOG_MAP = 4 << 30
 MAX_READERS = 1024
 _PAUSES = (0, 0.01, 0.04, 0)  # seconds
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-
-
-@contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Turn errors of LMDB and of the file system into those of memstore."""
-    try:
-        yield
-    except lmdb.MapFullError as error:
-        raise StoreFullError(f"{path} has reached the size it was opened for ({error}).") from error
-    except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
-        raise FormatError(f"{path} is not in the format of LMDB 0.9 ({error}). Restore it from a copy.") from error
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-        raise DamagedMemoryError(f"{path} is damaged ({error}). Restore it from a copy, or remove it.") from error
-    except (lmdb.Error, OSError) as error:
-        code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
-        if code in _FULL or (code == errno.EIO and _is_full(path)):
-            message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
-            raise StoreFullError(message) from error
-        if code in _READ_ONLY and _is_closed(Path(getattr(error, "filename", None) or path)):
-            raise StoreError(f"{path} cannot be read ({error}). Ask its owner for the permission.") from error
-        if code in _READ_ONLY or isinstance(error, lmdb.ReadonlyError):
-            raise ReadOnlyStoreError(f'{path} cannot be written ({error}). Open the store with mode="r".') from error
-        raise StoreError(f"{path}: {error}") from error
-
-
-def _is_full(path: Path) -> bool:
-    """LMDB reports EIO when the disk takes only a part of what it writes."""
-    disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize < 64 << 20
-
-
-def _is_closed(path: Path) -> bool:
-    """Whether permissions forbid even reading it."""
-    try:
-        path.stat()
-    except PermissionError:  # a folder above it is closed
-        return True
-    except OSError:
-        return False
-    return not os.access(path, os.R_OK)
 
 
 class Catalog:
@@ -307,7 +264,7 @@ class Catalog:
         for pause in _PAUSES:
             if self._writable and (not self._data.exists() or self._data.stat().st_size == 0):
                 return  # a store that is being created
-            problem = _problem_of_metas(self._data)
+            problem = problem_of_metas(self._data)
             if problem is None:
                 return
             if is_newer(self._data):
@@ -316,27 +273,6 @@ class Catalog:
                 )
             time.sleep(pause)  # perhaps another process was writing
         raise damaged_catalog(self._data, problem or "")
-
-
-def _problem_of_metas(data: Path) -> str | None:
-    """What is wrong with the two pages that an LMDB file begins with, and with its length."""
-    with data.open("rb") as file:
-        try:
-            size = page_size(file.fileno())
-            metas = [meta(os.pread(file.fileno(), size, number * size), number) for number in (0, 1)]
-        except (PageError, struct.error) as error:
-            return str(error)
-    needed = max(metas).num_pages * size
-    return None if data.stat().st_size >= needed else f"{needed // size} pages do not fit into its length"
-
-
-def problem_of(data: Path) -> str | None:
-    """What is wrong with an LMDB file, free pages included, found without liblmdb, which a damaged page can crash."""
-    try:
-        problems: list[str] = lmdb.verify.verify(str(data))
-    except lmdb.verify.VerifyError as error:
-        return str(error)
-    return problems[0] if problems else None
 
 
 def _before_fork() -> None:

@@ -15,6 +15,7 @@ import msgpack
 import xxhash
 
 from memstore.errors import DamagedMemoryError, StoreInUseError
+from memstore.files import replace_by
 from memstore_backends import lmdb_pages as pages
 from memstore_backends.lmdb_catalog import Catalog
 from memstore_backends.lmdb_lock import alone
@@ -23,6 +24,7 @@ from memstore_backends.lmdb_snapshot import Snapshot
 from memstore_backends.lmdb_summary import SUMMARY, Summary, opened
 
 COPY = "record"  # beside a memory's data.mdb: a checksum, then key and value of its catalog record
+NEW = "new"  # beside the catalog: the folder in which its successor is made
 MOST = 64 << 20  # bytes of a copy that are read
 _CHECKSUM = 16
 
@@ -30,15 +32,7 @@ _CHECKSUM = 16
 def write_copy(folder: Path, key: bytes, value: bytes) -> None:
     """Keep a record in a memory's folder, whole or not at all. Only who holds the memory's lock may."""
     packed: bytes = msgpack.packb((key, value))
-    temporary = folder / f".{COPY}"  # what a killed process left of it is written over
-    try:
-        with temporary.open("wb") as file:
-            file.write(xxhash.xxh3_128_digest(packed) + packed)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(folder / COPY)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_by(folder / COPY, [xxhash.xxh3_128_digest(packed), packed], folder / f".{COPY}")
 
 
 def copied(memories: Path, key: bytes) -> list[str]:
@@ -50,7 +44,7 @@ def mend(path: Path) -> list[str]:
     """See :meth:`memstore.interfaces.RecordStore.mend`. The new file is made beside the damaged one, which it replaces
     in one step."""
     folder = path / "catalog"
-    data, new = folder / "data.mdb", folder / "new"
+    data, new = folder / "data.mdb", folder / NEW
     if Catalog.is_open(folder):
         raise StoreInUseError(f"The store {path} is open in this process. Close it first.")
     _, copies, problem = _found(path)
@@ -61,7 +55,7 @@ def mend(path: Path) -> list[str]:
         kept, copies, problem = _found(path)  # again: what looked like damage may have been another's commit
         if problem is None:
             return []
-        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed here
+        tidy(folder)
         new.mkdir()
         catalog = Catalog.acquire(new, writable=True)
         try:
@@ -72,11 +66,18 @@ def mend(path: Path) -> list[str]:
         said += "restored from copies beside the memories."
         if data.exists():
             before = folder / f"damaged-{uuid.uuid4().hex[:8]}.mdb"
-            os.link(data, before)
+            shutil.copyfile(data, new / before.name)
+            (new / before.name).replace(before)
             said += f" What was there is kept as {before}."
         (new / "data.mdb").replace(data)
-        shutil.rmtree(new)
+        tidy(folder)
     return [said]
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a mending that was killed left in the folder of a catalog: while this process has the catalog open,
+    or is :func:`alone` with it, nobody is mending it."""
+    shutil.rmtree(folder / NEW, ignore_errors=True)
 
 
 def _found(path: Path) -> tuple[dict[bytes, bytes], dict[bytes, bytes], str | None]:

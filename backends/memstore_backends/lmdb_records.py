@@ -36,11 +36,14 @@ from memstore.errors import (
     StoreInUseError,
     StoreNotFoundError,
 )
+from memstore.files import sync
 from memstore.interfaces import Buffer, Lock, Mode, Options, RecordReader, RecordStore, RecordWriter
 from memstore_backends import mounts
-from memstore_backends.lmdb_catalog import Catalog, problem_of, translated
-from memstore_backends.lmdb_mend import COPY, copied, mend, write_copy
+from memstore_backends.lmdb_catalog import Catalog
+from memstore_backends.lmdb_errors import translated
+from memstore_backends.lmdb_mend import COPY, copied, mend, tidy, write_copy
 from memstore_backends.lmdb_pages import Layout, PageError, scan
+from memstore_backends.lmdb_problems import problem_of
 from memstore_backends.lmdb_summary import damaged_catalog
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -70,8 +73,10 @@ class LmdbRecords(RecordStore):
                 mounts.check_writable(path)
                 for folder in (catalog, self._memories):
                     folder.mkdir(parents=True, exist_ok=True)
-                _sync(path)
+                sync(path)
         self._catalog: Catalog | None = Catalog.acquire(catalog, writable=mode == "a")
+        if mode == "a":
+            tidy(catalog)
 
     def get(self, key: bytes) -> bytes | None:
         return self._opened().get(key)
@@ -207,8 +212,8 @@ class _Writer(RecordWriter):
                 meminit=False,
                 lib_version=0,  # LMDB 0.9, whose values are 16-byte aligned
             )
-            _sync(folder)
-            _sync(folder.parent)
+            sync(folder)
+            sync(folder.parent)
 
     @property
     def is_open(self) -> bool:
@@ -230,7 +235,8 @@ class _Writer(RecordWriter):
     def seal(self) -> dict[str, Any]:
         self._opened()
         self.close()
-        _sync(self._data)
+        with translated(self._data):
+            sync(self._data)
         return {"nbytes": self._data.stat().st_size, "structure": self._layout().digest}
 
     def close(self) -> None:
@@ -308,12 +314,6 @@ def _file(path: Path) -> Iterator[int]:
             yield fd
         finally:
             os.close(fd)
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the entries of a folder, survive a power cut."""
-    with _file(path) as fd:
-        os.fsync(fd)
 
 
 def _damaged(data: Path, what: str) -> DamagedMemoryError:

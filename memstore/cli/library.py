@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,8 +49,9 @@ def list_memories(
     with open_store(store, "r") as opened:
         chosen = opened.memories() if pattern is None else matching(opened, pattern)
         memories = [_facts(memory) for memory in chosen]
+        unfinished = [each.name for each in opened.unfinished() if pattern is None or _fits(each.name, pattern)]
     if as_json:
-        write_json({"memories": memories})
+        write_json({"memories": memories, "unfinished": unfinished})
         return
     table = Table("name", "tokens", "size", "kind", "model", "written", box=None, pad_edge=False)
     for column in table.columns:
@@ -61,6 +63,11 @@ def list_memories(
         )
     empty = "The store is empty." if pattern is None else f"No memory's name fits {pattern!r}."
     out.print(table if memories else empty, soft_wrap=not memories)
+    if unfinished:
+        note_that(
+            f"Unfinished: {', '.join(unfinished)}. The command that began one goes on with it where it was "
+            "interrupted; `memstore remove` gives it up."
+        )
 
 
 def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -150,7 +157,7 @@ def verify(
         loaded, tokenizer = (None, None) if model is None else load_model(model, dtype)
         results = opened.verify(name, repair=repair, model=loaded, tokenizer=tokenizer)
     for result in results:
-        for note in result.caches:
+        for note in result.notes:
             note_that(f"{result.name}: {note}")
         if not result.ok:
             complain(f"{result.name} is damaged: {' '.join(result.problems)}")
@@ -175,6 +182,10 @@ def _mended(store: Path | None) -> list[str]:
     with open_store(store, "r"):
         pass  # mode "a" alone would create a store where a mistyped path leads
     return done
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def _facts(memory: Memory) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def sync(
     """
     try:
         with open_store(store, "r") as opened:
-            found, exists = compare(opened, folder), True
+            found, exists = compare(opened, folder, stored_as), True
     except StoreNotFoundError:
         found, exists = compare(None, folder), False
     done: dict[str, Any] = {"added": [], "changed": [], "removed": [], "failed": []}

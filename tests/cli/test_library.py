@@ -12,6 +12,7 @@ from memstore.cli import common
 from tests import kept
 from tests.cli.conftest import GENESIS, Run
 from tests.conftest import Distribution
+from tests.store import making
 
 TOKENS = len(GENESIS.encode())
 
@@ -45,10 +46,24 @@ def test_list_json(run: Run, library: Path) -> None:
     assert memories[0]["nbytes"] > TOKENS * 2 * 2 * 2 * 8 * 4
 
 
+def test_what_is_unfinished_is_listed(run: Run, tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "store") as store:
+        making.write(store)
+        store.create(making.manifest("ruth"), making.document()).close()
+    result = run("list", "--store", tmp_path / "store")
+    assert "esther" in result.stdout and "ruth" not in result.stdout
+    assert "Note: Unfinished: ruth. The command that began one goes on with it" in result.stderr
+    for pattern, unfinished in (("r*", ["ruth"]), ("ruth", ["ruth"]), ("e*", [])):
+        result = run("list", pattern, "--store", tmp_path / "store", "--json")
+        assert json.loads(result.stdout)["unfinished"] == unfinished
+    assert run("remove", "ruth", "--store", tmp_path / "store").stdout == "Removed ruth.\n"
+    assert "Unfinished" not in run("list", "--store", tmp_path / "store").stderr
+
+
 def test_an_empty_store(run: Run, tmp_path: Path) -> None:
     memstore.open(tmp_path, "a").close()
     assert run("list", "--store", tmp_path).stdout == "The store is empty.\n"
-    assert json.loads(run("list", "--store", tmp_path, "--json").stdout) == {"memories": []}
+    assert json.loads(run("list", "--store", tmp_path, "--json").stdout) == {"memories": [], "unfinished": []}
 
 
 def test_show(run: Run, library: Path) -> None:
@@ -97,7 +112,7 @@ def test_remove_removes_what_it_can(run: Run, library: Path) -> None:
 def test_verify_of_an_intact_store(run: Run, library: Path) -> None:
     assert run("verify", "--store", library).stdout == "genesis is intact.\nruth[1] is intact.\n"
     document = json.loads(run("verify", "genesis", "--store", library, "--json").stdout)
-    whole = {"name": "genesis", "ok": True, "problems": [], "caches": [], "repaired": []}
+    whole = {"name": "genesis", "ok": True, "problems": [], "indexes": {}, "repaired": [], "unrepaired": []}
     assert document == {"memories": [whole], "mended": []}
 
 

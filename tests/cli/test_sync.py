@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import memstore
 from memstore import syncing
 from tests.cli.conftest import GENESIS, Run
+from tests.store import making
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def test_a_folder_is_kept_up_with(sync: Any, folder: Path, tmp_path: Path) -> No
     assert (done["added"], done["changed"], done["removed"]) == ([], [], [])
     assert done["unchanged"] == ["genesis", "letters/first"]
     (folder / "genesis.txt").write_bytes(GENESIS.encode() + b"The end.")
-    (folder / "letters" / "first.md").unlink()
+    shutil.rmtree(folder / "letters")
     (folder / "exodus.txt").write_text("These are the names.")
     before = texts(store)
     plan = sync("--dry-run")
@@ -117,7 +119,7 @@ def test_what_stands_in_the_place_of_a_text_is_not_read_and_the_text_not_gone(
 def test_a_folder_may_be_named_by_a_link(run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path) -> None:
     sync()
     (tmp_path / "link").symlink_to(folder)
-    (folder / "letters" / "first.md").unlink()
+    shutil.rmtree(folder / "letters")
     result = run("sync", tmp_path / "link", "--model", model, "--store", tmp_path / "store", "--json")
     assert json.loads(result.stdout)["removed"] == ["letters/first"]
 
@@ -128,6 +130,7 @@ def test_what_changed_while_a_model_read_is_not_removed(
     sync()
     first = folder / "letters" / "first.md"
     first.rename(tmp_path / "first.md")
+    (folder / "letters" / "picture.png").touch()
     (folder / "exodus.txt").write_text("These are the names.")
     read = syncing.refresh
 
@@ -165,6 +168,43 @@ def test_an_empty_or_missing_folder_removes_nothing(sync: Any, folder: Path, tmp
     assert sorted(texts(tmp_path / "store")) == ["genesis", "letters/first"]
 
 
+def test_a_folder_that_became_empty_may_be_one_whose_disk_is_not_mounted(
+    sync: Any, folder: Path, tmp_path: Path
+) -> None:
+    sync()
+    (folder / "letters" / "first.md").unlink()
+    for options in (("--dry-run",), ()):
+        done = sync(*options, expect=1)
+        assert done["removed"] == [] and names(done["failed"]) == ["letters/first"]
+        assert f"{folder / 'letters'} is empty" in done["failed"][0]["error"]
+    assert sorted(texts(tmp_path / "store")) == ["genesis", "letters/first"]
+    (folder / "letters").rmdir()
+    assert sync()["removed"] == ["letters/first"]
+
+
+def test_another_stored_dtype_than_asked_for_is_told(sync: Any, folder: Path) -> None:
+    sync()
+    sync("--stored-as", "float32")
+    (folder / "genesis.txt").write_text("In the end.")
+    for options in (("--dry-run",), ()):
+        done = sync("--stored-as", "float16", *options, expect=1)
+        assert done["unchanged"] == [] and "stored as float32, not float16" in done["failed"][0]["error"]
+    assert names(done["failed"]) == ["genesis", "letters/first"]
+
+
+def test_what_was_begun_of_a_text_that_is_gone_is_removed(sync: Any, folder: Path, tmp_path: Path) -> None:
+    sync()
+    with memstore.open(tmp_path / "store") as store:
+        metadata = {"folder": str(folder.resolve())}
+        store.create(making.manifest("begun", metadata=metadata), making.document()).close()
+        store.create(making.manifest("elsewhere"), making.document()).close()
+    assert sync("--dry-run")["removed"] == ["begun"]
+    assert sync()["removed"] == ["begun"]
+    with memstore.open(tmp_path / "store") as store:
+        assert [each.name for each in store.unfinished()] == ["elsewhere"]
+        assert len(store.records.memory_ids()) == 3
+
+
 def test_people_are_told_what_was_done(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:
     command = ("sync", folder, "--model", model, "--store", tmp_path / "store")
     lines = run(*command, "--dry-run").stdout.splitlines()
@@ -174,6 +214,6 @@ def test_people_are_told_what_was_done(run: Run, folder: Path, model: Path, tmp_
         "2 added, 0 changed, 0 removed, 0 unchanged (dry run)",
     ]
     assert run(*command).stdout.splitlines()[0] == "added genesis"
-    (folder / "letters" / "first.md").unlink()
+    shutil.rmtree(folder / "letters")
     lines = run("sync", folder, "--model", "/no/model", "--store", tmp_path / "store").stdout.splitlines()
     assert lines == ["removed letters/first", "0 added, 0 changed, 1 removed, 1 unchanged"]

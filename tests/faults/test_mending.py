@@ -168,7 +168,7 @@ def test_what_is_no_copy_is_passed_over(library: MemoryStore) -> None:
     os.mkfifo(copies[1])  # which nobody writes to
     results = {result.name: result for result in library.verify(repair=True)}
     assert all(result.ok for result in results.values())
-    assert "The copy of its record was not renewed" in results["esther"].caches[0] and copies[1].is_file()
+    assert "The copy of its record was not renewed" in results["esther"].unrepaired[0] and copies[1].is_file()
     copies[1].unlink()
     os.mkfifo(copies[1])
     library.close()
@@ -217,6 +217,48 @@ def lose_all(library: MemoryStore) -> None:
     library.close()
     catalog_of(library).unlink()
     mend_catalog(library.path, "lmdb")
+
+
+def test_what_was_being_encoded_when_the_catalog_was_lost_goes_on(library: MemoryStore) -> None:
+    making.write(library)
+    draft = making.manifest("ruth")
+    with library.create(draft, making.document()) as writer:
+        making.append(writer)
+        making.append(writer)
+    lose_all(library)
+    with memstore.open(library.path) as store:
+        assert (store.names(), store.unfinished()) == (["esther"], [draft])
+        with store.create(making.manifest("ruth"), making.document()) as writer:
+            assert (writer.manifest.id, writer.num_done) == (draft.id, 2 * making.BLOCK)
+            making.check(making.fill(writer))
+        assert store.unfinished() == []
+        del store["ruth"]
+        store.create(draft, making.document()).close()
+        del store["ruth"]
+        lose_all(store)
+    with memstore.open(library.path) as store:
+        assert (store.names(), store.unfinished()) == (["esther"], [])
+
+
+@pytest.mark.parametrize("step", ["the old file is kept", "all is done"])
+def test_what_a_killed_mending_left_goes_when_the_store_is_opened(
+    library: MemoryStore, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library)
+    library.close()
+    cut(catalog_of(library))
+    left = library.path / "catalog" / "new"
+    tidy = lmdb_mend.tidy
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        if step == "all is done":
+            patched.setattr(lmdb_mend, "tidy", lambda folder: kill() if left.exists() else tidy(folder))
+        else:
+            patched.setattr(shutil, "copyfile", kill)
+        lmdb_mend.mend(library.path)
+    assert left.is_dir()
+    mend_catalog(library.path, "lmdb")
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther"] and not left.exists()
 
 
 class KilledError(BaseException):
@@ -288,8 +330,9 @@ def test_a_writer_that_finds_its_memory_removed_leaves_no_copy(library: MemorySt
 def test_a_memory_whose_copy_cannot_be_written_is_finished_by_the_next_writer(
     library: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise StoreFullError("no space")
+    def fail(memory_id: str, manifest_key: bytes, value: bytes) -> None:
+        if manifest_key == key(SEALED, "esther"):
+            raise StoreFullError("no space")
 
     monkeypatch.setattr(library.records, "copy", fail)
     with pytest.raises(StoreFullError):

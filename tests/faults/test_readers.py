@@ -19,6 +19,7 @@ TOLD = (
     "holds no memory named",
     "was removed while",
     "has been removed",
+    "another version has taken its place",
     "nother process",
     "documents could not be indexed",
 )

@@ -114,8 +114,8 @@ def test_a_damaged_index_is_noted_and_built_anew(library: MemoryStore, encoded: 
     (file,) = library.path.glob("memories/*/indexes/*/*")
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     (result,) = library.verify("ids")
-    assert result.ok and "The index 'hnsw'" in result.caches[0] and "is damaged" in result.caches[0]
+    assert result.ok and list(result.indexes) == ["hnsw"] and "is damaged" in result.indexes["hnsw"]
     (result,) = library.verify("ids", repair=True)
-    assert (result.ok, result.caches, result.repaired) == (True, [], ["The index 'hnsw' was built anew."])
-    assert library.verify("ids")[0].caches == []
+    assert (result.ok, result.indexes, result.repaired) == (True, {}, ["The index 'hnsw' was built anew."])
+    assert library.verify("ids")[0].indexes == {}
     assert library.indexes("ids")[0].options["m"] == 8

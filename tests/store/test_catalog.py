@@ -13,7 +13,7 @@ import lmdb
 import pytest
 
 from memstore.errors import DamagedMemoryError
-from memstore_backends import lmdb_catalog, lmdb_summary
+from memstore_backends import lmdb_catalog, lmdb_problems, lmdb_summary
 from memstore_backends.lmdb_catalog import Catalog
 from tests.store import making
 
@@ -56,8 +56,8 @@ def test_pages_are_walked_while_nobody_else_can_change_them(
         assert select.select([other.stdout], [], [], 0.3)[0] == []
         return found(data)
 
-    found = lmdb_catalog.problem_of
-    monkeypatch.setattr(lmdb_catalog, "problem_of", walk)
+    found = lmdb_problems.problem_of
+    monkeypatch.setattr("memstore_backends.lmdb_catalog.problem_of", walk)
     assert catalog.commit({b"mine": b"3"}, [], {})
     assert catalog.commit({b"mine": b"4"}, [], {b"mine": b"3"})  # they are walked once
     (other,) = others
@@ -70,7 +70,7 @@ def test_a_commit_that_only_compares_writes_nothing_and_walks_first(
 ) -> None:
     before = (folder / "data.mdb").read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr(lmdb_catalog, "problem_of", lambda data: "a page is damaged")
+        patched.setattr("memstore_backends.lmdb_catalog.problem_of", lambda data: "a page is damaged")
         with pytest.raises(DamagedMemoryError, match="a page is damaged"):
             catalog.commit({}, [], {b"ours": b"1"})
     assert catalog.commit({}, [], {b"ours": b"1"})

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import memstore
-from memstore import describe, exchange, exporting, importing
+from memstore import describe, exchange, exporting, files, importing
 from memstore.catalog import PENDING
 from memstore.errors import (
     DamagedMemoryError,
@@ -159,7 +159,7 @@ def test_what_a_killed_export_left_is_cleaned_up_and_never_imported(
 ) -> None:
     making.write(library)
     out = tmp_path / "out"
-    put = exporting._put
+    put = files.write_synced
     calls = itertools.count()
 
     def dying(path: Path, chunks: list[Any]) -> None:
@@ -168,7 +168,7 @@ def test_what_a_killed_export_left_is_cleaned_up_and_never_imported(
         put(path, chunks)
 
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "_put", dying)
+        patch.setattr("memstore.exporting.write_synced", dying)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if nothing ran any more
         with pytest.raises(KeyboardInterrupt):
             library.export(out)
@@ -414,7 +414,7 @@ def test_a_full_disk_and_a_closed_folder(library: MemoryStore, tmp_path: Path, m
     def full(path: Path, chunks: list[Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "_put", full)
+    monkeypatch.setattr("memstore.exporting.write_synced", full)
     with pytest.raises(StoreFullError, match="disk"):
         library.export(tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
