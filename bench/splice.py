@@ -15,8 +15,9 @@ import torch
 from memstore.coding import encoded
 from memstore.interfaces import ModelAdapter, RecordReader
 from memstore.manifest import Manifest
-from memstore.memory import CHECKSUM, TOKEN_IDS, Memory, block_key, checksum
+from memstore.memory import Memory
 from memstore.memory_writer import token_parts
+from memstore.values import CHECKSUM, TOKEN_IDS, block_key, checksum
 from memstore.windows import plan
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from memstore.attaching import check_fit
 from memstore.errors import AttachError, HookError
 from memstore.hooks import AttentionFunction, exactly, install, uncompiled
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 from memstore.places import Places
 from memstore.provenance import Ledger
 from memstore.reading.passes import by_name, device_of

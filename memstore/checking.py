@@ -18,7 +18,7 @@ from memstore.config import load as load_config
 from memstore.errors import CheckError
 from memstore.indexes import open_index, remember
 from memstore.interfaces import BLOCK_SEARCH, VectorIndex
-from memstore.memory import OpenMemory
+from memstore.open_memory import OpenMemory
 from memstore.quality import Exact, Quality
 from memstore.query_sample import query_sample
 from memstore.reading.passes import device_of

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128
 
 from memstore.manifest import GROUP, Manifest, PartSpec
-from memstore.memory import OFFSETS, TOKEN_IDS, block_key, prefix_key
 from memstore.memory_writer import token_parts
+from memstore.values import OFFSETS, TOKEN_IDS, block_key, prefix_key
 
 FORMAT, MAJOR, MINOR = "memstore-export", 1, 0
 MANIFEST, TEXT_FILE, DOCUMENT, PREFIX = "manifest.json", "text.txt", "document.safetensors", "prefix.safetensors"

@@ -33,8 +33,10 @@ from memstore.exchange import (
     json_checksum,
 )
 from memstore.files import FULL, sync, write_synced
-from memstore.memory import OFFSETS, TEXT, Memory, OpenMemory
+from memstore.memory import Memory
 from memstore.memory_writer import content_digest
+from memstore.open_memory import OpenMemory
+from memstore.values import OFFSETS, TEXT
 
 logger = logging.getLogger(__name__)
 

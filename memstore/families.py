@@ -17,7 +17,8 @@ from memstore.errors import AttachError, ConfigError, UnsupportedModelError
 from memstore.hooks import Given, tapped
 from memstore.interfaces import ModelAdapter
 from memstore.manifest import CODED_BITS, PartSpec, WindowRule
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 from memstore.reading.asking import reading_queries, written_queries
 from memstore.reading.chat import chat_frame
 from memstore.reading.hidden import HiddenAttachment

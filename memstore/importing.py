@@ -36,9 +36,10 @@ from memstore.exchange import (
 )
 from memstore.exchange import PREFIX as PREFIX_FILE
 from memstore.manifest import Manifest
-from memstore.memory import OFFSETS, TOKEN_IDS, Document, Memory, block_key, prefix_key
+from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter, token_parts
 from memstore.store import MemoryStore
+from memstore.values import OFFSETS, TOKEN_IDS, block_key, prefix_key
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from memstore.files import FULL
 from memstore.index_files import UnusableError, check_file, checksum_of
 from memstore.index_record import IndexFile, IndexRecord, is_removed, read_record, removed, used_folders, write_record
 from memstore.interfaces import SavedIndex, VectorIndex
-from memstore.memory import OpenMemory
 from memstore.notices import outside
+from memstore.open_memory import OpenMemory
 from memstore.slots import slots
 
 if TYPE_CHECKING:

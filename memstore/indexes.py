@@ -15,7 +15,8 @@ from memstore.index_cache import IndexCache, Keys, MemoryIndex
 from memstore.index_files import UnusableError
 from memstore.index_record import IndexRecord, all_records, is_removed, read_record, removed, write_record
 from memstore.interfaces import VectorIndex
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 
 
 def check_backend(backend: str | None) -> None:

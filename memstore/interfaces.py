@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from memstore.attachment import Attachment
-    from memstore.memory import Memory, OpenMemory
+    from memstore.memory import Memory
+    from memstore.open_memory import OpenMemory
 
 Buffer = bytes | bytearray | memoryview
 Mode = Literal["a", "r"]

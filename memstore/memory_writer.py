@@ -12,19 +12,8 @@ import xxhash
 from memstore.errors import DocumentError, StoreError
 from memstore.interfaces import Buffer, RecordWriter
 from memstore.manifest import Manifest, PartSpec
-from memstore.memory import (
-    CHECKSUM,
-    OFFSETS,
-    PREFIX,
-    TEXT,
-    TOKEN_IDS,
-    Document,
-    Memory,
-    block_key,
-    checksum,
-    is_value,
-    prefix_key,
-)
+from memstore.memory import Document, Memory
+from memstore.values import CHECKSUM, OFFSETS, PREFIX, TEXT, TOKEN_IDS, block_key, checksum, is_value, prefix_key
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from memstore.errors import IndexNotice
 from memstore.files import replace_by
 from memstore.fingerprint import tensors_hash
 from memstore.interfaces import RecordStore
-from memstore.memory import OpenMemory
 from memstore.notices import outside
+from memstore.open_memory import OpenMemory
 
 if TYPE_CHECKING:
     from memstore.interfaces import ModelAdapter

@@ -16,7 +16,8 @@ from memstore import catalog, registry
 from memstore.errors import FormatError, MemstoreError, StoreError, StoreNotFoundError
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import RecordStore
-from memstore.memory import CHECKSUM, TEXT, TOKEN_IDS, Memory, checksum
+from memstore.memory import Memory
+from memstore.values import CHECKSUM, TEXT, TOKEN_IDS, checksum
 from memstore.verify import VerifyResult, verified
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from memstore.manifest import Manifest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from memstore.memory import OpenMemory
+    from memstore.open_memory import OpenMemory
 
 
 class Slot(NamedTuple):

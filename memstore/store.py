@@ -27,8 +27,9 @@ from memstore.errors import (
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import Mode, RecordReader, RecordStore
 from memstore.manifest import Manifest
-from memstore.memory import Document, Memory, named
+from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
+from memstore.open_memory import named
 
 if TYPE_CHECKING:
     from memstore.checking import CheckReport

@@ -21,9 +21,11 @@ from memstore.describe import describe
 from memstore.encode import Progress, Read, Reader, another_exists, differences, groups, is_anchored, write
 from memstore.errors import DamagedMemoryError, MemoryExistsError, MemoryNotFoundError
 from memstore.manifest import Manifest
-from memstore.memory import Int32, Memory, OpenMemory, block_key, prefix_key
+from memstore.memory import Int32, Memory
 from memstore.memory_writer import MemoryWriter, token_parts
+from memstore.open_memory import OpenMemory
 from memstore.registry import adapter_for
+from memstore.values import block_key, prefix_key
 from memstore.windows import Window, plan
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from memstore.errors import DamagedMemoryError, FormatError, MemstoreError, StoreError
 from memstore.index_files import damaged_indexes
-from memstore.memory import OFFSETS, TEXT, TOKEN_IDS
 from memstore.memory_writer import content_digest, expected_keys
+from memstore.values import OFFSETS, TEXT, TOKEN_IDS
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

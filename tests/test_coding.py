@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memstore
-from memstore import describe
-from memstore import memory as memory_module
+from memstore import describe, open_memory
 from memstore.coding import LARGEST, Stretch, decoded, encoded
 from memstore.errors import ConfigError, EncodingError, FormatError
 from memstore.fingerprint import tensor_bytes
@@ -24,6 +23,7 @@ from memstore.manifest import Manifest, PartSpec
 from memstore.memory import Document
 from memstore.memory_writer import token_parts
 from memstore.slots import slots
+from memstore.values import checksum
 from memstore_adapters.llama import LlamaAdapter
 from tests import tiny
 from tests.models import build, clone, tokens
@@ -190,14 +190,14 @@ def test_only_the_records_that_are_asked_for_are_verified(library, monkeypatch, 
     """And rows of two records copy neither as a whole."""
     monkeypatch.setattr(describe, "BLOCK_BYTES", 1)
     memory = library.encode(llama, input_ids=tokens(1500), name="doc", window=64, dtype="int8")
-    sizes, real = [], memory_module.checksum
+    sizes, real = [], checksum
 
     def noting(value):
         sizes.append(len(value))
         return real(value)
 
-    monkeypatch.setattr(memory_module, "checksum", noting)
-    monkeypatch.setattr(memory_module, "_checked", {})
+    monkeypatch.setattr(open_memory, "checksum", noting)
+    monkeypatch.setattr(open_memory, "_checked", {})
     with memory.open() as opened:
         assert sizes == []
         opened.rows("keys.0", 300, 310)

@@ -24,7 +24,7 @@ import json, resource, sys
 from pathlib import Path
 import torch
 import memstore
-from memstore import memory as memory_module
+from memstore import open_memory
 from tests import test_larger_than_memory as test
 
 model, prompt = test.model(), torch.arange(8)[None]
@@ -40,9 +40,9 @@ except RuntimeError:
 store = memstore.open(sys.argv[1], mode="r")
 memory = store["long"]
 result = {{"nbytes": memory.nbytes, "wrong": test.wrong_rows(memory)}}
-memory_module._checked.clear()
-verified, real = [], memory_module.checksum
-memory_module.checksum = lambda value: verified.append(len(value)) or real(value)
+open_memory._checked.clear()
+verified, real = [], open_memory.checksum
+open_memory.checksum = lambda value: verified.append(len(value)) or real(value)
 result["logits"], result["verified"] = test.answer(model, memory), sum(verified)
 print(json.dumps(result))
 """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memstore
-from memstore import memory as memory_module
+from memstore import open_memory, values
 from memstore.errors import DamagedMemoryError, IndexNotice
 from tests.models import build, read, run, tokens
 
@@ -20,14 +20,14 @@ def model():
 def touched(monkeypatch):
     """The sizes of the values whose checksums are computed."""
     sizes = []
-    real = memory_module.checksum
+    real = values.checksum
 
     def noting(value):
         sizes.append(len(value))
         return real(value)
 
-    monkeypatch.setattr(memory_module, "checksum", noting)
-    monkeypatch.setattr(memory_module, "_checked", {})
+    monkeypatch.setattr(open_memory, "checksum", noting)
+    monkeypatch.setattr(open_memory, "_checked", {})
     return sizes
 
 
@@ -45,7 +45,7 @@ def damage(library, memory, monkeypatch):
         at = whole.find(opened.block("hidden", 0).numpy().tobytes())
     whole[at + 100] ^= 1
     data.write_bytes(whole)
-    monkeypatch.setattr(memory_module, "_checked", {})
+    monkeypatch.setattr(open_memory, "_checked", {})
 
 
 @pytest.mark.parametrize("top_k", ["all", 5])
@@ -115,7 +115,7 @@ def test_an_index_that_is_kept_is_opened_without_reading_the_memory(library, mod
     memory = read(library, model, length=300)
     with pytest.warns(IndexNotice, match="It is kept"), memstore.attach(model, memory, top_k=5, index="faiss-flat"):
         expected = run(model)
-    memory_module._checked.clear()
+    open_memory._checked.clear()
     touched.clear()
     with memstore.attach(model, memory, top_k=5, index="faiss-flat"):
         assert touched == []

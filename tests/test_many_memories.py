@@ -20,7 +20,7 @@ from memstore.errors import (
     MemoryNotFoundError,
     WindowExceededError,
 )
-from memstore.memory import OpenMemory
+from memstore.open_memory import OpenMemory
 from memstore.reading.passes import find_cache
 from memstore_backends.exact import ExactIndex
 from tests.models import build, read, run, tokens

@@ -16,7 +16,7 @@ from torch import Tensor
 from memstore.errors import CheckError, HookError
 from memstore.evaluating import evaluating
 from memstore.hooks import Given, tapped
-from memstore.memory import OpenMemory
+from memstore.open_memory import OpenMemory
 from memstore.reading.passes import EncoderStates
 from memstore.reading.rotary import turned
 

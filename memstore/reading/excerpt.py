@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from memstore.attention import Partial, ordinary_attention
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 from memstore.provenance.passages import PASSAGE, Layout, Run, by_passage
 from memstore.reading.rotary import rotate
 from memstore.reading.selection import Span

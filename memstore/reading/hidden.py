@@ -18,7 +18,8 @@ from memstore.cross_attention import CrossAttention
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction, base_attention, base_implementation, uncompiled
 from memstore.indexes import check_backend, open_index
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 from memstore.reading.passes import EncoderStates, checked_layers, device_of, find_cache, finish
 from memstore.reading.shelves import Shelves, Source
 

@@ -22,9 +22,9 @@ from memstore.errors import (
     StoreInUseError,
 )
 from memstore.manifest import FORMAT_MINOR
-from memstore.memory import block_key
 from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
+from memstore.values import block_key
 from memstore_backends import lmdb_mend
 from tests.faults.harming import contents, damage, data_of
 from tests.store import making

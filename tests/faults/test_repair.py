@@ -10,8 +10,8 @@ import memstore
 from memstore import describe, encode
 from memstore.errors import DamagedMemoryError
 from memstore.indexes import reindex
-from memstore.memory import block_key
 from memstore.store import MemoryStore
+from memstore.values import block_key
 from tests import tiny
 from tests.faults.harming import contents, damage
 from tests.models import build, tokens

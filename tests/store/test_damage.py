@@ -26,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 import memstore
 from memstore.errors import DamagedMemoryError
-from memstore.memory import CHECKSUM
+from memstore.values import CHECKSUM
 from tests.store import making
 
 path, seed, cases = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import memstore
 from memstore.errors import StoreError
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 from memstore.store import MemoryStore
 from tests.store import making
 

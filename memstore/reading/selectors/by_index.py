@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memstore.indexes import check_backend, open_index
 from memstore.interfaces import VectorIndex
-from memstore.memory import OpenMemory
+from memstore.open_memory import OpenMemory
 from memstore.reading.selection import BLOCK
 from memstore.reading.selectors.interface import BlockSelector, Question
 from memstore.reading.selectors.scouting import for_each_row, shares, sink_scores

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from memstore.memory import OpenMemory
+from memstore.open_memory import OpenMemory
 from memstore.reading.selectors.by_index import ByIndex
 from memstore.reading.selectors.interface import BlockSelector, Question
 from memstore.reading.selectors.lexical import Lexical

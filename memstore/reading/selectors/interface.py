@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 from memstore.reading.selection import num_blocks
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from memstore.errors import AttachError
-from memstore.memory import Memory, OpenMemory
+from memstore.memory import Memory
+from memstore.open_memory import OpenMemory
 from memstore.reading.selection import BLOCK, num_blocks
 from memstore.reading.selectors.interface import BlockSelector, Question
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from memstore.memory import OpenMemory
+from memstore.open_memory import OpenMemory
 from memstore.reading.excerpt import sink_of
 from memstore.reading.selection import BLOCK, num_blocks
 from memstore.reading.selectors.interface import BlockSelector, Question
