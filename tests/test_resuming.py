@@ -44,12 +44,6 @@ def read(store, kind, **keywords):
     return store.encode(tiny.llama(), tiny.tokenizer(), text, name="doc", window=64, dtype=dtype, **keywords)
 
 
-def contents(memory):
-    """Every value of a memory, byte for byte."""
-    with memory.open("open") as opened:
-        return {key: opened.value(key).tobytes() for key in opened.keys}
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     made = {}
@@ -57,7 +51,7 @@ def uninterrupted(tmp_path_factory):
         patch.setattr(describe, "BLOCK_BYTES", 1)
         for kind in KINDS:
             memory = read(store, kind)
-            made[kind] = (memory.manifest.digest, contents(memory))
+            made[kind] = (memory.manifest.digest, making.contents(memory))
             del store["doc"]
     return made
 
@@ -81,7 +75,7 @@ def test_an_interrupted_encoding_resumes_to_the_same_bytes(library, monkeypatch,
     ends: list[tuple[int, int]] = []
     memory = read(library, kind, progress=lambda done, total: ends.append((done, total)))
     assert ends == [(1500, 1500)]
-    assert memory.manifest.digest == digest and contents(memory) == values
+    assert memory.manifest.digest == digest and making.contents(memory) == values
 
 
 def test_a_killed_encoding_resumes_to_the_same_bytes(library, monkeypatch, uninterrupted):
@@ -92,7 +86,7 @@ def test_a_killed_encoding_resumes_to_the_same_bytes(library, monkeypatch, unint
     calls = []
     memory = read(library, "prefix", progress=lambda done, total: calls.append(done))
     assert calls[0] == 768 and calls[-1] == 1500
-    assert (memory.manifest.digest, contents(memory)) == uninterrupted["prefix"]
+    assert (memory.manifest.digest, making.contents(memory)) == uninterrupted["prefix"]
 
 
 def test_a_resumed_encoding_reads_the_same_windows_together(library, monkeypatch):

@@ -19,6 +19,7 @@ from memstore.memory_writer import MemoryWriter
 from tests import tiny
 from tests.faults.harming import damage
 from tests.models import build
+from tests.store.making import contents
 
 WINDOW = 64  # so a section has some 256 tokens, and 8 windows
 
@@ -74,11 +75,6 @@ EDITS = {
     "all": lambda old: text(1500, seed=2),
     "to one window": lambda old: old[:50],
 }
-
-
-def contents(memory):
-    with memory.open("open") as opened:
-        return {key: opened.value(key).tobytes() for key in opened.keys}
 
 
 def check_same(memory, fresh):

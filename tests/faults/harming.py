@@ -8,11 +8,6 @@ from memstore.memory import Memory
 from memstore_backends.lmdb_pages import scan
 
 
-def contents(memory: Memory) -> dict[bytes, bytes]:
-    with memory.open("open") as opened:
-        return {key: opened.value(key).tobytes() for key in opened.keys}
-
-
 def data_of(memory: Memory) -> Path:
     folder = memory.store.records.folder(memory.manifest.id)
     assert folder is not None

@@ -26,7 +26,7 @@ from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
 from memstore.values import block_key
 from memstore_backends import lmdb_mend
-from tests.faults.harming import contents, damage, data_of
+from tests.faults.harming import damage, data_of
 from tests.store import making
 
 
@@ -117,7 +117,7 @@ def test_a_damaged_catalog_is_made_whole_from_copies(library: MemoryStore, harm:
     for name in ("esther", "gone", "ruth"):
         making.write(library, name)
     before = {name: library[name].manifest for name in ("esther", "ruth")}
-    values = {name: contents(library[name]) for name in before}
+    values = {name: making.contents(library[name]) for name in before}
     del library["gone"]
     library.close()
     harm(catalog_of(library))
@@ -133,7 +133,7 @@ def test_a_damaged_catalog_is_made_whole_from_copies(library: MemoryStore, harm:
         assert store.names() == ["esther", "ruth"]
         for name, manifest in before.items():
             assert store[name].manifest == manifest
-            assert contents(store[name]) == values[name]
+            assert making.contents(store[name]) == values[name]
         making.write(store, "job")
     kept = list(catalog_of(library).parent.glob("damaged-*.mdb"))
     assert len(kept) == (harm not in (lose, lose_the_folder)) == ("is kept as" in done)
@@ -296,10 +296,10 @@ def test_a_memory_that_a_mended_catalog_knows_as_begun_too_outlives_the_draft(li
     memory = making.write(library)
     packed = memory.manifest.model_copy(update={"digest": None, "seal": None}).pack()
     library.records.commit({key(PENDING, "esther"): packed})
-    before = contents(memory)
+    before = making.contents(memory)
     new = making.manifest("esther", document_digest="1")
     library.create(new, making.document(), memory.manifest).close()
-    assert contents(library["esther"]) == before
+    assert making.contents(library["esther"]) == before
     del library["esther"]
     assert (library.names(), list(library.path.glob("memories/*"))) == ([], [])
 

@@ -25,7 +25,6 @@ from memstore import config, describe, registry
 from memstore.errors import ConfigError, DamagedMemoryError, FormatError, IndexNotice, MemstoreError
 from memstore.indexes import open_index, reindex
 from memstore.interfaces import Mode
-from memstore.memory import Memory
 from memstore.query_sample import query_sample
 from memstore.registry import adapter_for
 from memstore.store import MemoryStore
@@ -33,6 +32,7 @@ from memstore.verify import check
 from tests.faults import forked
 from tests.faults.mutations import KINDS, mutated
 from tests.models import build, tokens
+from tests.store.making import contents
 
 BACKEND = "hnsw"
 WAYS_OUT = ("encode the document again", "encode its document again", "Restore", "restore")
@@ -80,12 +80,6 @@ class Template(NamedTuple):
     model: Any
     sample: dict[int, torch.Tensor]
     job: dict[bytes, bytes]
-
-
-def contents(memory: Memory, verify: Any = "open") -> dict[bytes, bytes]:
-    """Every value of a memory, byte for byte."""
-    with memory.open(verify) as opened:
-        return {key: opened.value(key).tobytes() for key in opened.keys}
 
 
 def interrupted(store: MemoryStore, model: Any) -> None:

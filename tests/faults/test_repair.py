@@ -13,8 +13,9 @@ from memstore.indexes import reindex
 from memstore.store import MemoryStore
 from memstore.values import block_key
 from tests import tiny
-from tests.faults.harming import contents, damage
+from tests.faults.harming import damage
 from tests.models import build, tokens
+from tests.store.making import contents
 
 TEXT = "In the beginning was the Word, and the Word was with God.\n" * 12
 

@@ -96,6 +96,17 @@ def check(memory: Memory, verify: Any = "lazy") -> None:
                 np.testing.assert_array_equal(bits.numpy(), rows(part, start, stop))
 
 
+def contents(memory: Memory, verify: Any = "open") -> dict[bytes, bytes]:
+    """Every value of a memory, byte for byte."""
+    with memory.open(verify) as opened:
+        return {key: opened.value(key).tobytes() for key in opened.keys}
+
+
+def facts(memory: Memory) -> dict[str, Any]:
+    """All that is known of it but for its place."""
+    return memory.manifest.model_dump(exclude={"id", "seal"})
+
+
 def child(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     """Start Python code in another process, which can import what this one can."""
     paths = [str(ROOT), *(path for path in sys.path if path)]
