@@ -1,7 +1,8 @@
 """Attention over a memory: absorbed projections, the partial softmax and its merge.
 
 Notation: B batch rows, H heads, T query positions, n memory tokens, d width of the encoder states, c width of one head.
-Everything is computed in float32, whatever the dtype of the memory: a stored block is converted as it is read.
+All is computed in float32, whatever the dtype of the memory: a stored block is converted as it is read. But
+:func:`fused_attention` computes in the dtype of the query.
 """
 
 from __future__ import annotations
@@ -43,9 +44,14 @@ def shifted_exp(scores: Tensor, m: Tensor) -> Tensor:
     return torch.exp(scores - torch.where(m == -torch.inf, 0.0, m))
 
 
+def highest(scores: Tensor) -> Tensor:
+    """max s_i [..., 1] of scores [..., n]: -inf where there are none."""
+    return scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+
+
 def partial_attention(scores: Tensor, values: Tensor, note: Note | None = None) -> Partial:
     """The partial softmax of scores [..., n] over values [..., n, d]. ``note`` is given its weights exp(s_i - m)."""
-    m = scores.amax(-1, keepdim=True)
+    m = highest(scores)
     weights = shifted_exp(scores, m)
     if note is not None:
         note(weights)
@@ -65,8 +71,8 @@ def merge(parts: Sequence[Partial]) -> Partial:
 
 
 def normalise(part: Partial) -> Tensor:
-    """o / l [..., d]: the attention output. Zero for the empty set."""
-    return part.o / part.l.clamp_min(torch.finfo(part.l.dtype).tiny)
+    """o / l [..., d]: the attention output. Zero for the empty set, and finite in its gradient."""
+    return part.o / part.l.masked_fill(part.l == 0, 1.0)
 
 
 def split_heads(weight: Tensor, num_heads: int) -> Tensor:
@@ -155,14 +161,14 @@ def nothing_read(queries: Tensor, width: int) -> Partial:
 
 
 def with_more(part: Partial, scores: Tensor, values: Tensor, tally: Tally | None = None) -> Partial:
-    """The part [m, ...] after more keys, with scores [m, n], all finite, and values [n, d]: FlashAttention's softmax.
+    """The part [m, ...] after more keys, with scores [m, n], all finite, and values [n, d]: the running softmax of
+    FlashAttention (Dao et al. 2022), section 3.1.
 
     m' = max(m, max s_i),  l' = exp(m - m') l + sum exp(s_i - m'),  o' = exp(m - m') o + sum exp(s_i - m') v_i.
     Where a ``tally`` sums all weights, l is left to it: so watching costs hardly an operation more.
     """
-    highest = scores.amax(-1, keepdim=True)
-    if (highest > part.m).any():  # seldom after the first pieces, and where it is not, the scale is 1
-        m = torch.maximum(part.m, highest)
+    m = torch.maximum(part.m, scores.amax(-1, keepdim=True))
+    if (m > part.m).any():  # seldom after the first pieces, and where it is not, the scale is 1
         scale = shifted_exp(part.m, m)
         part = Partial(m, scale * part.l, scale * part.o)
     weights = (scores - part.m).clamp_min_(LOWEST).exp_()
@@ -207,10 +213,10 @@ def ordinary_attention(
 ) -> Partial:
     """Scaled dot-product attention of query [B, H, T, c] over key and value [B, G, n, c], as a mergeable part.
 
-    G key-value heads are shared by groups of H / G heads. ``mask`` [B or 1, 1 or H, T, n] is boolean (True is seen),
-    additive, or None (everything is seen); ``bias`` is added to the scores (T5's relative positions), which are
+    G key-value heads are shared by groups of H / G heads. ``mask`` [B or 1, 1 or H, T or 1, n] is boolean (True is
+    seen), additive, or None (everything is seen); ``bias`` is added to the scores (T5's relative positions), which are
     soft-capped first (Gemma's). ``note`` is given the weights [B, H, T', n] of a chunk of the positions at a time, in
-    order, relative to m.
+    order, relative to m. T is at least 1; no keys (n = 0) are the empty set.
     """
     parts = [
         _ordinary_chunk(
@@ -246,61 +252,64 @@ def _ordinary_chunk(
     if bias is not None:
         scores = scores + bias.float()
     if mask is not None:
-        scores = scores if mask.dtype == torch.bool else scores + mask.float()
-        scores = scores.masked_fill(hidden_by(mask), -torch.inf)
-    m = scores.amax(-1, keepdim=True)
+        scores = scores + additive(mask, torch.float32)
+    m = highest(scores)
     weights = shifted_exp(scores, m)
     if note is not None:
         note(weights)
-    o = (weights.view(b, groups, -1, n) @ value.float()).view(b, h, t, -1)
+    o = (weights.view(b, groups, h // groups * t, n) @ value.float()).view(b, h, t, -1)
     return Partial(m, weights.sum(-1, keepdim=True), o)
 
 
 def fused_attention(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor | None]], scaling: float) -> Tensor:
     """Attention [B, H, T, c] of query [B, H, T, c] over the union of disjoint sets of keys, where nobody asks for the
-    weights: one kernel, which keeps no matrix of scores, reads all of them side by side, in the query's dtype.
+    weights: softmax([q k_1, q k_2, ...]) [v_1, v_2, ...] by one kernel of torch, in the query's dtype.
 
-    Each set is key and value [B or 1, G, n, c] and a mask as for :func:`ordinary_attention`. Zero where all is hidden.
+    Each set is key and value [B or 1, G, n_i, c] and a mask as for :func:`ordinary_attention`; an additive one is
+    rounded to the query's dtype. Zero where all is hidden. T is at least 1, and so is the sum of the n_i. The kernel
+    keeps no matrix of scores (FlashAttention, Dao et al. 2022).
     """
     outputs = []
     for start, chunk in zip(range(0, query.shape[2], QUERY_CHUNK), query.split(QUERY_CHUNK, dim=2), strict=True):
-        some = [_seen(key, value, rows_of(mask, start, start + QUERY_CHUNK)) for key, value, mask in sets]
-        keys = _side_by_side(chunk, [key for key, _, _ in some])
-        values = _side_by_side(chunk, [value for _, value, _ in some])
-        masks = [_additive(mask, chunk, key.shape[2]) for key, _, mask in some]
-        rows, heads = (max(mask.shape[i] for mask in masks) for i in (0, 1))
-        mask = torch.cat([each.expand(rows, heads, chunk.shape[2], -1) for each in masks], dim=-1)
-        output = scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling)
-        if not any(mask is None and key.shape[2] for key, _, mask in some):  # which every query sees
-            output = output.masked_fill(mask.amax(-1, keepdim=True) == -torch.inf, 0.0)
-        outputs.append(output)
+        seen = [_seen(key, value, rows_of(mask, start, start + QUERY_CHUNK)) for key, value, mask in sets]
+        outputs.append(_fused_chunk(chunk, seen, scaling))
     return torch.cat(outputs, dim=2)
 
 
 def _seen(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A set of keys without those at its end that no query of the mask sees: of a causal mask, those to come."""
+    """A set of keys without those at its ends that no query of the mask sees: those still to come of a causal mask,
+    those too far back of a sliding window. A GPU is waited for here: that costs less than to read them."""
     if mask is None:
         return key, value, mask
-    seen = ~hidden_by(mask)
-    places = seen.flatten(0, 2).any(0).nonzero()
-    stop = int(places[-1]) + 1 if len(places) else 1  # a kernel wants some key
-    return key[:, :, :stop], value[:, :, :stop], mask[..., :stop]
+    places = (~hidden_by(mask)).flatten(0, 2).any(0).nonzero()
+    some = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(1)  # a kernel wants some key
+    return key[:, :, some], value[:, :, some], mask[..., some]
 
 
-def _side_by_side(query: Tensor, some: Sequence[Tensor]) -> Tensor:
-    """Keys or values [B or 1, G, n_i, c] for every head of the query: [B, H, sum n_i, c]."""
-    b, h = query.shape[:2]
-    joined = torch.cat([each.to(query.dtype).expand(b, -1, -1, -1) for each in some], dim=2)
-    return joined.repeat_interleave(h // joined.shape[1], dim=1)
+def _fused_chunk(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor | None]], scaling: float) -> Tensor:
+    b, h, t, _ = query.shape
+
+    def side_by_side(tensors: Sequence[Tensor]) -> Tensor:  # [B or 1, G, n_i, c] -> [B, H, sum n_i, c]
+        joined = torch.cat([each.to(query.dtype).expand(b, -1, -1, -1) for each in tensors], dim=2)
+        return joined.repeat_interleave(h // joined.shape[1], dim=1)
+
+    keys, values = side_by_side([key for key, _, _ in sets]), side_by_side([value for _, value, _ in sets])
+    added = [
+        query.new_zeros(1, 1, 1, key.shape[2]) if mask is None else additive(mask, query.dtype) for key, _, mask in sets
+    ]
+    rows, heads = (max(each.shape[i] for each in added) for i in (0, 1))
+    bias = torch.cat([each.expand(rows, heads, t, -1) for each in added], dim=-1)
+    blind = bias.amax(-1, keepdim=True) == -torch.inf  # of which no kernel can be trusted to give no NaN, or gradient
+    output = scaled_dot_product_attention(query, keys, values, bias.masked_fill(blind, 0.0), scale=scaling)
+    return output.masked_fill(blind, 0.0)
 
 
-def _additive(mask: Tensor | None, query: Tensor, n: int) -> Tensor:
-    """A mask of query [B, H, T, c] and n keys as what is added to their scores, [B or 1, 1 or H, T or 1, n]: -inf
-    hides."""
-    if mask is None:
-        return query.new_zeros((1, 1, 1, n))
-    added = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask.to(query.dtype)
-    return added.masked_fill(hidden_by(mask), -torch.inf)
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores of this dtype: -inf where it hides, and finite everywhere else."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+    finite = torch.finfo(dtype)
+    return mask.to(dtype).clamp(finite.min, finite.max).masked_fill(hidden_by(mask), -torch.inf)
 
 
 def hidden_by(mask: Tensor) -> Tensor:

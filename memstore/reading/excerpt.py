@@ -63,9 +63,6 @@ class Excerpt:
         keys, values = self.layers[layer]
         b, h, t, c = query.shape
         groups = keys.shape[0]
-        if not keys.shape[1]:  # neither a sink nor a span
-            none = query.new_zeros((b, h, t, 1), dtype=torch.float32)
-            return Partial(none - torch.inf, none, none.expand(-1, -1, -1, values.shape[-1]))
         noted: list[Tensor] = []
         note = None if sums is None else lambda weights: noted.append(self._by_passage(weights))
         if mask is not None:
@@ -78,7 +75,7 @@ class Excerpt:
         folded = query.view(b, groups, -1, t, c).transpose(0, 1).reshape(1, -1, t, c)
         part = ordinary_attention(folded, keys[None], values[None], None, scaling, softcap=softcap, note=note)
         unfolded = [
-            x.view(groups, b, -1, t, x.shape[-1]).transpose(0, 1).reshape(b, h, t, -1)
+            x.view(groups, b, h // groups, t, x.shape[-1]).transpose(0, 1).reshape(b, h, t, x.shape[-1])
             for x in (*part, *([] if sums is None else [torch.cat(noted, dim=2)]))
         ]
         if sums is not None:
@@ -89,7 +86,8 @@ class Excerpt:
         """[…, M] -> […, P]: the sums of the passages; the sink is none."""
         sizes = [span.stop - span.start for span in self.spans]
         parts = weights.detach().split([self.sink, *sizes], dim=-1)[1:]
-        return torch.cat([by_passage(part, s.start % PASSAGE) for part, s in zip(parts, self.spans, strict=True)], -1)
+        sums = [by_passage(part, span.start % PASSAGE) for part, span in zip(parts, self.spans, strict=True)]
+        return torch.cat(sums, dim=-1) if sums else weights.new_zeros(*weights.shape[:-1], 0)
 
 
 def sink_of(memories: Sequence[Memory]) -> tuple[int, int]:
