@@ -23,7 +23,6 @@ Note = Callable[[Tensor], None]
 QUERY_CHUNK = 1024  # rows of queries scored at once, so that a long prompt never needs a [T, n] matrix of its own
 PIECE = 1 << 17  # numbers of a memory read at once on a CPU: 512 KiB, which the cache of a core holds
 LOWEST = -60.0  # score beside the highest: exp of much less is no normal number, with which a CPU computes slowly
-MANY = 32  # positions from which on one fused kernel costs less than to keep scores and merge
 ROW_CHUNK = 1 << 24  # numbers gathered at once for top-k: 64 MiB
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,6 +42,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Knows of each call of the fused kernel by which a decoder-only model reads."""
+    from memstore import attention
+    from memstore.reading import joint
+
+    kernel = Mock(wraps=attention.fused_attention)
+    monkeypatch.setattr(joint, "fused_attention", kernel)
+    return kernel
 
 
 @pytest.fixture

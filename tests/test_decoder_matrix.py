@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import memstore
-from memstore import registry
+from memstore import attention, registry
 from memstore.errors import AttachError, DocumentError
 from memstore.reading import joint
-from tests.decoders import COLUMNS, DECODERS
+from tests.decoders import COLUMNS, DECODERS, NATIVE
 from tests.models import build, randomised, tokens
 
 EXACT = 1e-4
@@ -164,12 +164,81 @@ def test_every_column_has_its_test():
     assert list(CELLS) == list(COLUMNS)
 
 
-@pytest.mark.parametrize("many", [1, 1 << 30], ids=["by one kernel", "merged"])
+def capped(family):
+    """Whether scores are soft-capped, which no kernel does."""
+    return getattr(built(family)[0].config, "attn_logit_softcapping", None) is not None
+
+
+@pytest.mark.parametrize("fused_from", [1, 1 << 30], ids=["by one kernel", "merged"])
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_cell_of_the_matrix(library, family, column, many, monkeypatch):
-    monkeypatch.setattr(joint, "MANY", many)
+def test_a_cell_of_the_matrix(library, family, column, fused_from, kernel, monkeypatch):
+    monkeypatch.setattr(joint, "FUSED_FROM", fused_from)
     CELLS[column](Reading(family, library))
+    refused = DECODERS[family].whole_only and column == "chosen spans"
+    assert kernel.called == (fused_from == 1 and not capped(family) and not refused)
+
+
+@pytest.mark.parametrize(("length", "calls"), [(31, 0), (32, 3)])
+def test_from_32_positions_on_one_kernel_reads(library, length, calls, kernel):
+    reading, prompt = Reading("llama", library), tokens(length, seed=1, rows=1)
+    with reading.attach(reading.read(DOCUMENT)):
+        read = logits(reading.model, prompt)
+    assert kernel.call_count == calls  # one for each layer
+    assert (read - after(reading.bare, DOCUMENT, prompt)).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("explain", [False, True], ids=["", "explained"])
+@pytest.mark.parametrize("chunk", [1024, 13])
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        (family, implementation)
+        for family in ("llama", "mistral-sliding", "gemma2", "gemma3_text", "gpt2")
+        for implementation in DECODERS[family].attention
+    ],
+)
+def test_long_padded_prompts_in_chunks(library, family, implementation, chunk, explain, kernel, monkeypatch):
+    """Where chunks, windows, padding, of two chunks and more, and what is told of the prompt's end meet each other."""
+    monkeypatch.setattr(attention, "QUERY_CHUNK", chunk)
+    reading = Reading(family, library)
+    for model in (reading.bare, reading.model):
+        model.set_attn_implementation(implementation)
+    documents, prompts, pads = [tokens(60, seed=3), tokens(90, seed=4)], tokens(70, seed=9, rows=2), (30, 0)
+    memories = [reading.read(document, str(i)) for i, document in enumerate(documents)]
+    mask = torch.ones_like(prompts)
+    prompts[0, :30], mask[0, :30] = 0, 0
+    with reading.attach(rows=[[memory] for memory in memories], explain=explain):
+        read = logits(reading.model, prompts, attention_mask=mask)
+    assert kernel.called != capped(family)
+    for row, (document, pad) in enumerate(zip(documents, pads, strict=True)):
+        expected = after(reading.bare, document, prompts[row : row + 1, pad:])
+        assert (read[row, pad:] - expected[0]).abs().max() < EXACT
+
+
+def test_positions_inside_the_window_are_read_by_one_kernel_though_later_ones_drop_tokens(library, kernel, monkeypatch):
+    """Two rows of which one begins later: what both have inside the window, and merged, are the same."""
+    reading, prompts = Reading("llama", library), tokens(NATIVE, seed=9, rows=2)
+    memories = [reading.read(tokens(60 + 30 * i, seed=i), str(i)) for i in range(2)]
+    read = []
+    for fused_from in (32, 1 << 30):
+        monkeypatch.setattr(joint, "FUSED_FROM", fused_from)
+        with reading.attach(rows=[[memory] for memory in memories], when_full="drop"):
+            read.append(logits(reading.model, prompts))
+    assert [call.args[0].shape[2] for call in kernel.call_args_list] == 6 * [NATIVE - 90]  # two rows, three layers
+    assert (read[0] - read[1]).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("length", [20, 60], ids=["merged", "by one kernel"])
+def test_padding_that_sees_nothing_has_finite_gradients(library, length):
+    """In a layer that reads no memory, and for a loss that looks at padding too."""
+    model = build("llama")
+    prompts = tokens(length, seed=9, rows=2)
+    mask = torch.ones_like(prompts)
+    prompts[0, :8], mask[0, :8] = 0, 0
+    with memstore.attach(model, library.encode(model, input_ids=DOCUMENT, name="doc"), layers=[1], when_full="drop"):
+        (100 * model(input_ids=prompts, attention_mask=mask).logits).sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ BUDGET = 6  # blocks, in spans of four and of two
 
 
 @pytest.fixture(params=[1, 1 << 30], ids=["by one kernel", "merged"], autouse=True)
-def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def fused_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernel: Mock) -> Iterator[None]:
     """What comes before the noted positions is read either way."""
-    monkeypatch.setattr(joint, "MANY", request.param)
+    monkeypatch.setattr(joint, "FUSED_FROM", request.param)
+    yield
+    assert kernel.called == (request.param == 1)
 
 
 class Fixed(BlockSelector):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from memstore.attachment import Attachment, Chat, TopK
-from memstore.attention import Partial, normalise
+from memstore.attention import Partial
 from memstore.errors import AttachError, WindowExceededError
 from memstore.hooks import AttentionFunction
 from memstore.memory import Memory
@@ -27,7 +27,7 @@ from memstore.reading.chat import BETWEEN, chat_frame, chat_text
 from memstore.reading.choosing import Chooser
 from memstore.reading.context import Context
 from memstore.reading.excerpt import load_excerpt, sink_of
-from memstore.reading.joint import Own, alone, fused, merged
+from memstore.reading.joint import Own, alone, together
 from memstore.reading.masks import checked, own_mask, own_positions, without
 from memstore.reading.moving import follow_moves, mark_of
 from memstore.reading.passes import cache_name, checked_layers, device_of, find_cache, finish
@@ -96,7 +96,7 @@ class KvAttachment(Attachment):
         self._chooser: Chooser | None = None  # while it passes over a prompt
         self._context = Context([], torch.empty(0, 0))
         self._positions = self._far = torch.empty(0, 0)
-        self._seen = 0
+        self._seen = self._near = 0
 
     def selection(self) -> list[list[Chosen]]:
         self._check_entered()
@@ -196,7 +196,10 @@ class KvAttachment(Attachment):
                 'when_full="drop" lets go of the oldest tokens of the prompt and the answer.'
             )
         self._context = context.with_places(past, self._positions) if self.when_full == "drop" else context
-        self._far = self._positions.clamp_max(window - 1) if longest > window else self._positions
+        self._far, self._near = self._positions, own.shape[1]
+        if longest > window:
+            self._far = self._positions.clamp_max(window - 1)
+            self._near = int((self._far == self._positions).all(0).long().cumprod(0).sum())
 
     def _nested(self) -> bool:
         return self._chooser is not None
@@ -250,29 +253,23 @@ class KvAttachment(Attachment):
             )
         self._calls += 1
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        local_mask, n = own_mask(mask, query, key.shape[2])
-        reads = self._context.reads if layer in self.layers else []
-        local_mask = self._hide_dropped(self._hide_repeated(local_mask, n) if reads else local_mask, n)
-        asking = self._from_afar(layer, query) if reads else query
+        mask, n = own_mask(mask, query, key.shape[2])
         key, value = key[:, :, :n], value[:, :, :n]
-        own = Own(layer, query, key, value, local_mask, scaling, softcap, sliding_window, asking, self._far)
+        reads = self._context.reads if layer in self.layers else []
+        mask = self._hide_dropped(self._hide_repeated(mask, n) if reads else mask, n)
+        asking = None
+        if reads and self._far is not self._positions:  # tokens were dropped, so the memories stand that much nearer
+            asking = moved(self.adapter, layer, query, self._positions, self._far)
+        own = Own(layer, query, key, value, mask, scaling, softcap, sliding_window, asking, self._far, self._near)
         if not reads:
             return finish(alone(own), query), None
         if self._chooser is not None:
             self._chooser.hear(layer, query, self._positions, scaling)
-        length, noted = query.shape[2], None
+        noted = 0
         if self._ledger is not None and self._is_noted():
             most = max(each.layout.size for each in reads)
-            noted = self._ledger.noted(length, query.shape[0] * query.shape[1] * most * len(self.layers))
-        early = own.num_fused(noted or 0)
-        outputs = [fused(own.part(0, early), reads)] if early else []
-        if early < length:
-            sums: list[Tensor] | None = [] if noted else None
-            memory, total = merged(own.part(early, length), reads, sums)
-            if noted and sums is not None:
-                self._note(layer, [each[:, :, -noted:] for each in sums], memory, total)
-            outputs.append(normalise(total))
-        return finish(torch.cat(outputs, dim=2) if early else outputs[0], query), None
+            noted = self._ledger.noted(query.shape[2], query.shape[0] * query.shape[1] * most * len(self.layers))
+        return finish(together(own, reads, noted, partial(self._note, layer)), query), None
 
     def _hide_repeated(self, mask: Tensor | None, n: int) -> Tensor | None:
         """Take the prompt's repeated header out of the last n own tokens' mask."""
@@ -290,12 +287,6 @@ class KvAttachment(Attachment):
         places = pad(places, (0, n - places.shape[1]))[:, None, None]
         kept = self.adapter.native_window - self._context.rooms
         return without(mask, places <= (self._positions - kept)[:, None, :, None])
-
-    def _from_afar(self, layer: int, query: Tensor) -> Tensor:
-        """The query [B, H, T, c] as it asks the memories: where tokens were dropped, these stand that much nearer."""
-        if self._far is self._positions:
-            return query
-        return moved(self.adapter, layer, query, self._positions, self._far)
 
     def _note(self, layer: int, sums: Sequence[Tensor], memory: Partial, total: Partial) -> None:
         """Keep what the rows of every excerpt gave to its passages [b, H, T, P]."""
