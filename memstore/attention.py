@@ -277,7 +277,7 @@ def fused_attention(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor |
 
 def _seen(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """A set of keys without those at its ends that no query of the mask sees: those still to come of a causal mask,
-    those too far back of a sliding window. A GPU is waited for here: that costs less than to read them."""
+    those too far back of a sliding window. A GPU is waited for: a static cache, a long prompt or a window repay it."""
     if mask is None:
         return key, value, mask
     places = (~hidden_by(mask)).flatten(0, 2).any(0).nonzero()
@@ -286,6 +286,7 @@ def _seen(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _fused_chunk(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor | None]], scaling: float) -> Tensor:
+    """:func:`fused_attention` of a chunk of the queries."""
     b, h, t, _ = query.shape
 
     def side_by_side(tensors: Sequence[Tensor]) -> Tensor:  # [B or 1, G, n_i, c] -> [B, H, sum n_i, c]
@@ -299,14 +300,14 @@ def _fused_chunk(query: Tensor, sets: Sequence[tuple[Tensor, Tensor, Tensor | No
     rows, heads = (max(each.shape[i] for each in added) for i in (0, 1))
     bias = torch.cat([each.expand(rows, heads, t, -1) for each in added], dim=-1)
     blind = bias.amax(-1, keepdim=True) == -torch.inf  # of which no kernel can be trusted to give no NaN, or gradient
-    output = scaled_dot_product_attention(query, keys, values, bias.masked_fill(blind, 0.0), scale=scaling)
+    output = scaled_dot_product_attention(query, keys, values, bias.masked_fill_(blind, 0.0), scale=scaling)
     return output.masked_fill(blind, 0.0)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as what is added to scores of this dtype: -inf where it hides, and finite everywhere else."""
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     finite = torch.finfo(dtype)
     return mask.to(dtype).clamp(finite.min, finite.max).masked_fill(hidden_by(mask), -torch.inf)
 
