@@ -57,7 +57,8 @@ def like_llama(model: type, config: type, **extra: Any) -> Callable[..., Any]:
 
     def make(**change: Any) -> Any:
         made = config(**{**sizes, **extra, **change})
-        made._attn_implementation = "sdpa" if model._supports_sdpa else "eager"  # type: ignore[attr-defined]
+        capped = config is tf.Gemma2Config  # which older versions of transformers claim to do by sdpa, too
+        made._attn_implementation = "eager" if capped or not model._supports_sdpa else "sdpa"  # type: ignore[attr-defined]
         return model(made)
 
     return make

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import memstore
-from memstore.errors import AttachError, WindowExceededError
+from memstore.errors import AttachError, UnsupportedModelError, WindowExceededError
 from memstore.reading.chat import chat_frame
 from memstore.reading.passes import find_cache
 from memstore.reading.selectors import Question
@@ -44,6 +44,10 @@ def test_a_document_of_one_window_gives_the_plain_models_logits(model, library, 
             model.set_attn_implementation(implementation)
         return
     model.set_attn_implementation(implementation)
+    if implementation == "sdpa" and model.config.model_type == "gemma2":  # older versions of transformers let it pass
+        with pytest.raises(UnsupportedModelError, match="caps its attention scores"):
+            library.encode(model, input_ids=document, name="doc")
+        return
     expected = plain_logits(model, torch.cat((document[None], prompt), dim=1))[:, 60:]
     memory = library.encode(model, input_ids=document, name="doc")
     with memstore.attach(model, memory):

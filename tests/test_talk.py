@@ -115,22 +115,37 @@ def test_whatever_generate_does_it_reads_what_the_prompt_asks_for(library, way):
     assert selector.asked == [[3]]
 
 
+def goes_on_in_chunks(model):
+    """Whether transformers by itself reads a later turn in chunks as it does at once."""
+    written = []
+    for extra in ({}, {"prefill_chunk_size": 4}):
+        cache = DynamicCache(config=model.config)
+        talk = model.generate(input_ids=prompt(43, length=9), **held(cache), **greedy(2))
+        model.generate(input_ids=torch.cat((talk, prompt(87, length=9)), dim=1), **held(cache), **greedy(2), **extra)
+        written.append(cache.layers[0].keys)
+    once, chunks = written
+    return once.shape == chunks.shape and torch.allclose(once, chunks, atol=1e-4)
+
+
 def test_a_later_turn_is_read_alike_in_chunks(library):
     """With candidates transformers reads the talk twice, and writes something else even without a memory: refused."""
     model, text, selector = shallow(), document(), Pointing()
+    refused = {"prompt_lookup_num_tokens": "the whole talk again"}
+    if not goes_on_in_chunks(model):  # older versions of transformers forget the cache in both
+        refused = dict.fromkeys(("prompt_lookup_num_tokens", "prefill_chunk_size"), "attention_mask has shape")
     written = []
     with memstore.attach(model, remember(library, model, text), budget=BUDGET, selector=selector):
         for extra in ({}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 4}):
             cache = DynamicCache(config=model.config)
             talk = model.generate(input_ids=prompt(43, length=9), **held(cache), **greedy(6), **extra)
             talk = torch.cat((talk, prompt(87, length=9)), dim=1)
-            if "prompt_lookup_num_tokens" in extra:
-                with pytest.raises(AttachError, match="the whole talk again"):
+            if message := refused.get(next(iter(extra), "")):
+                with pytest.raises(AttachError, match=message):
                     model.generate(input_ids=talk, **held(cache), **greedy(12), **extra)
             else:
                 written.append(model.generate(input_ids=talk, **held(cache), **greedy(12), **extra))
-    assert torch.equal(*written)
-    assert selector.asked == [[3], [7], [3], [7], [3]]
+    assert all(torch.equal(each, written[0]) for each in written)
+    assert selector.asked == [[3], [7], [3], [7], [3]] if len(written) == 2 else [[3], [7], [3], [3]]
 
 
 def test_scouting_hears_a_prompt_alike_however_it_is_given(library):
