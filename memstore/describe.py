@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from xxhash import xxh3_128
 
@@ -143,11 +142,7 @@ def _known(ids: np.ndarray[Any, Any], vocab_size: int) -> np.ndarray[Any, Any]:
 def _draft(**fields: Any) -> Manifest:
     if isinstance(fields["batch_size"], bool) or not isinstance(fields["batch_size"], int) or fields["batch_size"] < 1:
         raise ConfigError(f"batch_size={fields['batch_size']!r} must be a whole number of at least 1.")
-    try:
-        return Manifest(**fields)
-    except ValidationError as error:  # what is left to be wrong is name and metadata
-        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise DocumentError(f"The document {fields['name']!r} cannot be described: {wrong}.") from error
+    return Manifest.described(fields)
 
 
 def _begins_twice(document: Document, prefix: list[int]) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from memstore import pending
-from memstore.errors import DamagedMemoryError, ExportError, FormatError, MemoryExistsError
+from memstore.errors import DamagedMemoryError, DocumentError, ExportError, FormatError, MemoryExistsError
 from memstore.exchange import (
     DOCUMENT,
     FORMAT,
@@ -118,8 +118,8 @@ def _manifest(folder: Path) -> tuple[Manifest, bool]:
     manifest = Manifest.checked({**described, "id": uuid.uuid4().hex})
     try:
         manifest.pack()
-    except (ValueError, OverflowError) as error:
-        raise FormatError(f"{path} holds what no manifest can: {error}.") from error
+    except DocumentError as error:
+        raise FormatError(f"{path} holds what no manifest can: {error}") from error
     return manifest, has_offsets
 
 

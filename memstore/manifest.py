@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from memstore.errors import FormatError
+from memstore.errors import DocumentError, FormatError
 
 # A version reads every format of its major, and of a newer minor what has nothing in it that it does not know: a memory
 # that has is refused by name, the others of its store are read. 1.1: parts in int8 and int4. 1.2: anchors.
@@ -189,8 +189,22 @@ class Manifest(BaseModel):
                 del owner["anchors"]
         return fields
 
+    @classmethod
+    def described(cls, fields: dict[str, Any]) -> Manifest:
+        """A manifest of which a user chose the name and the metadata. Raises DocumentError for those that it cannot
+        have."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise DocumentError(f"The document {fields['name']!r} cannot be described: {wrong}.") from error
+
     def pack(self) -> bytes:
-        packed: bytes = msgpack.packb(self.fields())
+        """Its bytes. Raises DocumentError for metadata that has none."""
+        try:
+            packed: bytes = msgpack.packb(self.fields())
+        except (ValueError, OverflowError, TypeError) as error:
+            raise DocumentError(f"The metadata of {self.name!r} cannot be kept: {error}.") from error
         return packed
 
     @classmethod

@@ -252,9 +252,9 @@ def _pack(draft: Manifest, document: Document) -> bytes:
             raise DocumentError(f"The document {draft.name!r} has an array of shape {array.shape}, not {shape}.")
     try:
         (document.text or "").encode()
-        return draft.pack()
-    except (ValueError, OverflowError, TypeError) as error:
-        raise DocumentError(f"The text or metadata of {draft.name!r} cannot be kept: {error}.") from error
+    except ValueError as error:
+        raise DocumentError(f"The text of {draft.name!r} cannot be kept: {error}.") from error
+    return draft.pack()
 
 
 def _acquire(records: RecordStore, manifest: Manifest) -> Lock:

@@ -17,6 +17,7 @@ from memstore.catalog import SEALED, is_name, key
 from memstore.errors import (
     ConfigError,
     DamagedMemoryError,
+    DocumentError,
     FormatError,
     MemoryBusyError,
     MemoryNotFoundError,
@@ -138,10 +139,7 @@ class MemoryStore:
     def __getitem__(self, name: str) -> Memory:
         """Raises MemoryNotFoundError, DamagedMemoryError, FormatError."""
         with named(name):
-            value = self.records.get(key(SEALED, name)) if is_name(name) else None
-            if value is None:
-                raise self._not_found(name)
-            return Memory(self, Manifest.unpack(value))
+            return Memory(self, Manifest.unpack(self._sealed(name)))
 
     def get(self, name: str) -> Memory | None:
         """The memory of this name, or None."""
@@ -172,6 +170,23 @@ class MemoryStore:
             return
         if not pending.drop(self.records, name):
             raise self._not_found(name)
+
+    def set_metadata(self, name: str, metadata: Mapping[str, Any]) -> Memory:
+        """Note other metadata of a memory. What it holds stays as it is, and whoever has it open keeps it open.
+
+        Raises DocumentError for metadata that cannot be kept, MemoryNotFoundError, ReadOnlyStoreError.
+        """
+        self.check_writable()
+        if not isinstance(metadata, Mapping):
+            raise DocumentError(f"metadata={metadata!r} must be a mapping, such as {{'author': 'unknown'}}.")
+        while True:
+            value = self._sealed(name)
+            manifest = Manifest.described({**Manifest.unpack(value).model_dump(), "metadata": dict(metadata)})
+            packed, sealed_key = manifest.pack(), key(SEALED, name)
+            if self.records.commit({sealed_key: packed}, expect={sealed_key: value}):
+                pending.copy(self.records, manifest, sealed_key, packed)
+                logger.info("noted other metadata of memory %r", name)
+                return Memory(self, manifest)
 
     def encode(
         self,
@@ -308,6 +323,16 @@ class MemoryStore:
                     "place since it was looked up. Look it up again."
                 ) from None
             raise
+
+    def _sealed(self, name: object) -> bytes:
+        """The manifest of a memory as it lies in the catalog. Raises MemoryNotFoundError."""
+        value = None
+        if is_name(name):
+            with named(name):
+                value = self.records.get(key(SEALED, name))
+        if value is None:
+            raise self._not_found(name)
+        return value
 
     def _not_found(self, name: object) -> MemoryNotFoundError:
         try:

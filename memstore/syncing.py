@@ -1,13 +1,15 @@
 """A folder of texts and its memories: what was added to it, what changed, and what is gone.
 
 A memory remembers in its metadata the file it was made of ("source"), and the folder it was synchronised with
-("folder"). Only a memory of the same file is ever replaced, and only one of the same folder is ever removed.
+("folder"). Only a memory of the same file, or of the same folder, is ever replaced, and only one of the folder is ever
+removed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -15,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from memstore import documents
 from memstore.documents import STDIN
-from memstore.errors import DocumentError, MemoryBusyError, MemoryExistsError, MemoryNotFoundError, MemstoreError
+from memstore.errors import (
+    DamagedMemoryError,
+    DocumentError,
+    MemoryBusyError,
+    MemoryExistsError,
+    MemoryNotFoundError,
+    MemstoreError,
+)
 from memstore.manifest import Manifest
 from memstore.memory import Memory, text_digest
 from memstore.memory_writer import token_parts
@@ -27,6 +36,18 @@ if TYPE_CHECKING:
     from memstore.updating import Update
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of texts: its path, and the one it had when its memories were made, if it has been moved since."""
+
+    path: str
+    before: str | None = None
+
+    def owns(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether a memory with this metadata is one of the folder."""
+        return metadata.get("folder") in {_text(path) for path in (self.path, self.before) if path is not None}
 
 
 @dataclass
@@ -41,51 +62,65 @@ class Comparison:
     failed: list[tuple[documents.Document, MemstoreError]] = field(default_factory=list)
 
 
-def compare(store: MemoryStore | None, folder: str, dtype: str | None = None) -> Comparison:
+def compare(store: MemoryStore | None, folder: Folder, dtype: str | None = None) -> Comparison:
     """Hold the texts of a folder against a store, None for an empty one. No model is needed, and nothing is changed.
 
-    dtype: what vectors are to be stored in; None for whatever they are stored in. Raises DocumentError if the folder is
-    none, holds no text file, or cannot be read throughout: then nothing is known to be gone.
+    A memory whose file is not as long, or not built, as it was sealed counts as changed; its bytes are not read. dtype:
+    what vectors are to be stored in; None for whatever they are stored in. Raises DocumentError if the folder is none,
+    holds no text file, or cannot be read throughout: then nothing is known to be gone.
     """
-    if not Path(folder).is_dir():
-        raise DocumentError(f"{folder} is no folder that can be read. Name the one that holds the texts.")
-    found = documents.find([folder])
+    if not Path(folder.path).is_dir():
+        raise DocumentError(f"{folder.path} is no folder that can be read. Name the one that holds the texts.")
+    found = documents.find([folder.path])
     known = {} if store is None else {memory.name: memory for memory in store.memories()}
     comparison = Comparison()
     for document in found:
         memory = known.get(document.name)
         try:
-            digest = text_digest(document.read())
+            text = document.read()
             if memory is None:
                 comparison.added.append(document)
-            elif memory.manifest.has_text and memory.manifest.document_digest == digest:
-                _check_dtype(memory, dtype)
-                comparison.unchanged.append(document)
-            else:
+                continue
+            same = _is_of(memory, text)
+            if not same:
                 check_source(memory, document, folder)
-                _check_dtype(memory, dtype)
-                comparison.changed.append(document)
+            _check_dtype(memory, dtype)
+            (comparison.unchanged if same and _can_be_opened(memory) else comparison.changed).append(document)
         except MemstoreError as error:
             logger.info("%s is left as it is: %s", document.path, error)
             comparison.failed.append((document, error))
     for name in [] if store is None else _gone(store, folder, found):
         if doubt := _doubt(folder, name):
             stays = DocumentError(f"{doubt} Memory {name!r} stays as it is; `memstore remove` removes it.")
-            comparison.failed.append((documents.Document(name, str(Path(folder, name))), stays))
+            comparison.failed.append((documents.Document(name, str(Path(folder.path, name))), stays))
         else:
             comparison.removed.append(name)
-    logger.info("%s: %s", folder, ", ".join(f"{len(each)} {what}" for what, each in vars(comparison).items()))
+    logger.info("%s: %s", folder.path, ", ".join(f"{len(each)} {what}" for what, each in vars(comparison).items()))
     return comparison
 
 
-def remove_gone(store: MemoryStore, folder: str) -> list[str]:
+def adopt(store: MemoryStore, folder: Folder, unchanged: list[documents.Document]) -> None:
+    """Note of memories that are as their files are that they are of this folder: if they were made of these very files
+    one by one, or of the folder where it was before."""
+    known = {memory.name: memory for memory in store.memories()}
+    for document in unchanged:
+        memory = known.get(document.name)
+        if memory is None or not _is_mine(memory, document, folder):
+            continue
+        metadata = memory.metadata | _origin(document, folder)
+        if metadata != memory.metadata:
+            with suppress(MemoryNotFoundError):  # another process was faster
+                store.set_metadata(memory.name, metadata)
+
+
+def remove_gone(store: MemoryStore, folder: Folder) -> list[str]:
     """Remove the memories whose texts are no longer in a folder, finished or not, and say which. Store and folder are
     looked at again: since they were compared, hours may have gone by.
 
     Raises DocumentError as :func:`compare` does.
     """
     removed = []
-    for name in _gone(store, folder, documents.find([folder])):
+    for name in _gone(store, folder, documents.find([folder.path])):
         if _doubt(folder, name) is None:
             with suppress(MemoryNotFoundError, MemoryBusyError):  # another process was faster, or is at it
                 del store[name]
@@ -93,22 +128,35 @@ def remove_gone(store: MemoryStore, folder: str) -> list[str]:
     return removed
 
 
-def _gone(store: MemoryStore, folder: str, found: list[documents.Document]) -> list[str]:
+def _gone(store: MemoryStore, folder: Folder, found: list[documents.Document]) -> list[str]:
     """The names of the memories that sync of this folder made, or began, of texts that are not there."""
-    there, whole = {document.name for document in found}, _text(folder)
+    there = {document.name for document in found}
     held: list[Manifest | Memory] = [*store.unfinished(), *store.memories()]
-    return sorted({each.name for each in held if each.metadata.get("folder") == whole} - there)
+    return sorted({each.name for each in held if folder.owns(each.metadata)} - there)
 
 
-def _doubt(folder: str, name: str) -> str | None:
+def _doubt(folder: Folder, name: str) -> str | None:
     """Why a document that is not found may still be there: because of what is in the place of a folder it lay in."""
     for parent in list(PurePosixPath(name).parents)[:-1]:  # the last one is the folder itself
-        path = Path(folder, parent)
+        path = Path(folder.path, parent)
         if path.is_symlink():
             return f"{path} has become a link, and what lies behind links to folders is not read."
         if path.is_dir() and not any(path.iterdir()):
             return f"{path} is empty, as a folder is while the disk that belongs there is not mounted."
     return None
+
+
+def _is_of(memory: Memory, text: str) -> bool:
+    return memory.manifest.has_text and memory.manifest.document_digest == text_digest(text)
+
+
+def _can_be_opened(memory: Memory) -> bool:
+    try:
+        memory.open("off").close()
+    except DamagedMemoryError as error:
+        logger.warning("%s", error)
+        return False
+    return True
 
 
 def _check_dtype(memory: Memory, dtype: str | None) -> None:
@@ -128,7 +176,7 @@ def refresh(
     document: documents.Document,
     text: str,
     *,
-    folder: str | None = None,
+    folder: Folder | None = None,
     dtype: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Update:
@@ -140,7 +188,7 @@ def refresh(
     metadata = _origin(document, folder)
     before = store.get(document.name)
     if before is not None:
-        same = before.manifest.has_text and before.manifest.document_digest == text_digest(text)
+        same = _is_of(before, text)
         if not same:
             check_source(before, document, folder)
         # A memory that is as the file is stays as it is, whatever it was made of.
@@ -148,23 +196,31 @@ def refresh(
     return store.update(model, tokenizer, text, name=document.name, metadata=metadata, dtype=dtype, progress=progress)
 
 
-def check_source(memory: Memory, document: documents.Document, folder: str | None) -> None:
+def check_source(memory: Memory, document: documents.Document, folder: Folder | None) -> None:
     """Raises MemoryExistsError unless a memory was made of this file, or of one of this folder."""
-    origin = _origin(document, folder)
-    mine = [key for key, value in origin.items() if memory.metadata.get(key) == value]
-    if not mine:
-        made = memory.metadata.get("source")
-        raise MemoryExistsError(
-            f"{document.path}: the store holds another memory named {memory.name!r} already, which was made of "
-            f"{made or 'no file that it names'}. Remove it first, or choose another name."
-        )
+    if _is_mine(memory, document, folder):
+        return
+    made, place = memory.metadata.get("source"), memory.metadata.get("folder")
+    moved = f" If {folder.path} is that folder, moved: --moved-from {place}." if folder and place else ""
+    raise MemoryExistsError(
+        f"{document.path}: the store holds another memory named {memory.name!r} already, which was made of "
+        f"{made or 'no file that it names'}. Remove it first, or choose another name.{moved}"
+    )
 
 
-def _origin(document: documents.Document, folder: str | None) -> dict[str, Any]:
+def _is_mine(memory: Memory, document: documents.Document, folder: Folder | None) -> bool:
+    """Whether a memory was made of this file, or of one of this folder."""
+    if folder is not None and folder.owns(memory.metadata):
+        return True
+    source = _origin(document, None).get("source")
+    return source is not None and memory.metadata.get("source") == source
+
+
+def _origin(document: documents.Document, folder: Folder | None) -> dict[str, Any]:
     """What a memory remembers of where its text came from."""
     if document.path == STDIN:
         return {}
-    return {"source": _text(document.path)} | ({} if folder is None else {"folder": _text(folder)})
+    return {"source": _text(document.path)} | ({} if folder is None else {"folder": _text(folder.path)})
 
 
 def _text(path: str) -> str:

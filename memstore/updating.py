@@ -73,7 +73,7 @@ def update(
     Until the new memory is complete, the old one is there as before; who has it open keeps reading it. Options are
     those of :func:`memstore.encode.encode`. metadata: None for that of the earlier version. A new memory has anchors;
     one that exists keeps its rule, and without anchors only windows before an edit are reused. The same text again is a
-    no-op.
+    no-op, but for a memory that cannot be opened: all of that is read again.
 
     Raises what ``encode`` raises; MemoryExistsError if the memory of this name was written by another model, or with
     other options.
@@ -125,11 +125,9 @@ def _update(
         try:
             opened = stack.enter_context(before.open("anew"))  # what is damaged must not get a checksum of its own
         except DamagedMemoryError as error:
-            if not differing:
-                raise
             logger.warning("all is read again: %s", error)
             opened = None
-        if not differing:
+        if opened is not None and not differing:
             logger.info("memory %r holds this document already", name)
             return Update(before, num_windows, 0)
         writer = stack.enter_context(store.create(draft, document, before.manifest))

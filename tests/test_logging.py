@@ -146,13 +146,13 @@ def test_export_and_import_are_logged(library, said, tmp_path):
 def test_what_a_folder_holds_is_logged(library, llama, tokenizer, said, tmp_path):
     for name in ("same", "gone", "new", "other"):
         (tmp_path / f"{name}.txt").write_text(LINE)
-    found = {document.name: document for document in syncing.compare(library, str(tmp_path)).added}
+    found = {document.name: document for document in syncing.compare(library, syncing.Folder(str(tmp_path))).added}
     for name in ("same", "gone"):
-        syncing.refresh(library, llama, tokenizer, found[name], LINE, folder=str(tmp_path))
+        syncing.refresh(library, llama, tokenizer, found[name], LINE, folder=syncing.Folder(str(tmp_path)))
     library.encode(llama, tokenizer, "Of no file.", name="other")
     (tmp_path / "gone.txt").unlink()
     said()
-    syncing.compare(library, str(tmp_path))
+    syncing.compare(library, syncing.Folder(str(tmp_path)))
     left, counts = said()
     assert left.startswith(f"{tmp_path / 'other.txt'} is left as it is: ")
     assert counts == f"{tmp_path}: 1 added, 0 changed, 1 unchanged, 1 removed, 1 failed"

@@ -20,7 +20,7 @@ from memstore.cli.common import (
 )
 from memstore.cli.index import ReadingProgress, StoredAsOption, about, reused
 from memstore.errors import MemstoreError, StoreNotFoundError
-from memstore.syncing import Comparison, compare, refresh, remove_gone
+from memstore.syncing import Comparison, Folder, adopt, compare, refresh, remove_gone
 
 
 def sync(
@@ -34,6 +34,14 @@ def sync(
     ],
     model: ModelOption,
     store: StoreOption = None,
+    moved_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where the folder was when its memories were made, if it, or the store, has been moved since.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be done.")] = False,
     dtype: DtypeOption = "float32",
     stored_as: StoredAsOption = None,
@@ -41,13 +49,17 @@ def sync(
 ) -> None:
     """Read what was added to a folder, read again what changed in it, and remove what is gone from it.
 
-    A memory is removed only if it was made by sync of this folder. The model is loaded if there is something to read.
+    A memory is removed only if sync of this folder has seen its file. The model is loaded only if there is something to
+    read.
     """
+    if moved_from == "":
+        raise typer.BadParameter("names no folder. Is a variable not set?", param_hint="--moved-from")
+    place = Folder(folder, moved_from)
     try:
         with open_store(store, "r") as opened:
-            found, exists = compare(opened, folder, stored_as), True
+            found, exists = compare(opened, place, stored_as), True
     except StoreNotFoundError:
-        found, exists = compare(None, folder), False
+        found, exists = compare(None, place), False
     done: dict[str, Any] = {"added": [], "changed": [], "removed": [], "failed": []}
 
     def fail(name: str, message: str) -> None:
@@ -69,7 +81,7 @@ def sync(
                     with ReadingProgress(document.name) as progress:
                         text = document.read()
                         update = refresh(
-                            opened, *loaded, document, text, folder=folder, dtype=stored_as, progress=progress
+                            opened, *loaded, document, text, folder=place, dtype=stored_as, progress=progress
                         )
                 except MemstoreError as error:
                     fail(document.name, about(document, error))
@@ -78,7 +90,8 @@ def sync(
                 done[what].append(facts)
                 if not as_json:
                     out.print(f"{what} {document.name}{reused(update)}", soft_wrap=True)
-            done["removed"] = remove_gone(opened, folder)
+            adopt(opened, place, found.unchanged)
+            done["removed"] = remove_gone(opened, place)
             if not as_json:
                 for name in done["removed"]:
                     out.print(f"removed {name}", soft_wrap=True)

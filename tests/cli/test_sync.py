@@ -69,14 +69,74 @@ def test_only_what_sync_of_this_folder_made_is_removed_or_replaced(
     assert run("sync", tmp_path / "other", *common).exit_code == 0
     assert run("index", folder / "genesis.txt", *common).exit_code == 0
     (folder / "exodus.txt").write_text("Another book of this name.")
+    (folder / "genesis.txt").rename(tmp_path / "genesis.txt")
     done = sync(expect=1)
-    assert names(done["added"]) == ["letters/first"] and done["unchanged"] == ["genesis"] and done["removed"] == []
-    assert names(done["failed"]) == ["exodus"] and str(tmp_path / "other") in done["failed"][0]["error"]
-    (folder / "genesis.txt").unlink()  # which was indexed, not synchronised
+    assert names(done["added"]) == ["letters/first"] and done["removed"] == []  # it was indexed, not synchronised
+    assert names(done["failed"]) == ["exodus"]
+    error = done["failed"][0]["error"]
+    assert str(tmp_path / "other" / "exodus.txt") in error and f"--moved-from {tmp_path / 'other'}" in error
     (folder / "exodus.txt").unlink()
-    done = sync()
-    assert done["removed"] == []
-    assert sorted(texts(tmp_path / "store")) == ["exodus", "genesis", "letters/first", "ruth"]
+    assert sync()["removed"] == []
+    (tmp_path / "genesis.txt").rename(folder / "genesis.txt")
+    assert sync()["unchanged"] == ["genesis", "letters/first"]
+    (folder / "genesis.txt").unlink()  # whose memory sync has taken in meanwhile
+    assert sync()["removed"] == ["genesis"]
+    assert sorted(texts(tmp_path / "store")) == ["exodus", "letters/first", "ruth"]
+
+
+def test_a_folder_that_has_moved_is_kept_up_with_where_it_is(
+    run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    (folder / "exodus.txt").write_text("These are the names.")
+    sync()
+    moved, store = tmp_path / "moved", tmp_path / "store"
+    folder.rename(moved)
+    (moved / "genesis.txt").write_text("In the end.")
+    (moved / "exodus.txt").unlink()
+    command = ("sync", moved, "--model", model, "--store", store, "--json")
+    done = json.loads(run(*command).stdout)
+    assert (names(done["failed"]), done["removed"]) == (["genesis"], [])
+    assert f"--moved-from {folder}" in done["failed"][0]["error"]
+    assert run(*command, "--moved-from", "").exit_code == 2
+    with memstore.open(store, "r") as opened:
+        before = {memory.name: memory.manifest for memory in opened.memories()}
+    for options in (("--dry-run",), ()):
+        done = json.loads(run(*command, "--moved-from", folder, *options).stdout)
+        assert (names(done["changed"]), done["removed"], done["failed"]) == (["genesis"], ["exodus"], [])
+    assert texts(store) == {"genesis": "In the end.", "letters/first": (moved / "letters/first.md").read_text()}
+    with memstore.open(store) as opened:
+        metadata = {"folder": str(moved), "source": str(moved / "letters/first.md")}
+        manifest = opened["letters/first"].manifest
+        assert manifest == before["letters/first"].model_copy(update={"metadata": metadata})
+        assert opened.verify(repair=True)[0].ok
+    (moved / "genesis.txt").unlink()
+    assert json.loads(run(*command).stdout)["removed"] == ["genesis"]
+
+
+@pytest.mark.parametrize("command", ["sync", "index"])
+@pytest.mark.parametrize("harm", ["cut", "missing"])
+def test_a_memory_that_cannot_be_opened_is_read_again(
+    run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path, harm: str, command: str
+) -> None:
+    sync()
+    with memstore.open(tmp_path / "store") as store:
+        memory = store["genesis"]
+        before, data = making.contents(memory), store.path / "memories" / memory.manifest.id / "data.mdb"
+        digest = memory.manifest.digest
+    if harm == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, 8192)
+    if command == "sync":
+        assert names(sync("--dry-run")["changed"]) == ["genesis"]
+        assert sync()["changed"] == [{"name": "genesis", "windows": 3, "reused": 0}]
+        assert sync()["unchanged"] == ["genesis", "letters/first"]
+    else:
+        assert run("index", folder / "genesis.txt", "--model", model, "--store", tmp_path / "store").exit_code == 0
+    with memstore.open(tmp_path / "store") as store:
+        assert store["genesis"].manifest.digest == digest and making.contents(store["genesis"]) == before
+        assert store["genesis"].metadata["folder"] == str(folder)
+        assert len(store.records.memory_ids()) == 2
 
 
 def test_a_file_that_cannot_be_read_is_not_gone(sync: Any, folder: Path, tmp_path: Path) -> None:
