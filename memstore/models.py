@@ -26,7 +26,8 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # what is missing, unknown, damaged, or needs another package raises many kinds
         reason = str(error).strip() or type(error).__name__
-        raise ModelLoadError(f"Cannot load the model {name!r}: {reason}") from error
+        elsewhere = "" if Path(source).is_dir() else " A local directory or a .gguf file can be named as well."
+        raise ModelLoadError(f"Cannot load the model {name!r}: {reason}{elsewhere}") from error
     return model.eval(), tokenizer
 
 
