@@ -71,7 +71,10 @@ def compare(store: MemoryStore | None, folder: Folder, dtype: str | None = None)
     """
     if not Path(folder.path).is_dir():
         raise DocumentError(f"{folder.path} is no folder that can be read. Name the one that holds the texts.")
-    found = documents.find([folder.path])
+    try:
+        found = documents.find([folder.path])
+    except DocumentError as error:
+        raise DocumentError(f"{error} Nothing is removed; `memstore remove` removes what is gone for good.") from error
     known = {} if store is None else {memory.name: memory for memory in store.memories()}
     comparison = Comparison()
     for document in found:

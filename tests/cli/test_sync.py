@@ -224,7 +224,8 @@ def test_an_empty_or_missing_folder_removes_nothing(sync: Any, folder: Path, tmp
     folder.rename(tmp_path / "elsewhere")
     assert "is no folder" in sync(expect=1)["error"]
     folder.mkdir()
-    assert "holds no text file" in sync(expect=1)["error"]
+    error = sync(expect=1)["error"]
+    assert "holds no text file" in error and "Nothing is removed; `memstore remove` removes" in error
     assert sorted(texts(tmp_path / "store")) == ["genesis", "letters/first"]
 
 
