@@ -20,7 +20,7 @@ from memstore.evaluating import evaluating
 from memstore.manifest import Manifest, PartSpec
 from memstore.memory import Memory
 from memstore.memory_writer import MemoryWriter, token_parts
-from memstore.pending import manifest_of
+from memstore.pending import give_up, manifest_of
 from memstore.registry import adapter_for
 from memstore.windows import Window, plan
 
@@ -86,6 +86,7 @@ def encode(
         if differing:
             raise another_exists(before.manifest, draft, differing)
         before.open().close()  # one that is damaged must not pass for done
+        give_up(store, name)
         logger.info("memory %r holds this document already", name)
         return before
     with store.create(draft, document) as writer:

@@ -34,6 +34,7 @@ SCALE_BYTES = 2  # bfloat16, which has the range of float32
 # What a catalog may make a process count or hold, whoever wrote it: offsets and ids are 32 bits wide.
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 MOST_NUMBERS = 1 << 20  # of a token in one part: 30 times what the largest models have
+MOST_BYTES = 16 << 20  # of a manifest: a list reads all of them
 LAST_SECOND = 253_370_764_800  # of the year 9998, up to which every platform can write a date
 
 
@@ -200,11 +201,16 @@ class Manifest(BaseModel):
             raise DocumentError(f"The document {fields['name']!r} cannot be described: {wrong}.") from error
 
     def pack(self) -> bytes:
-        """Its bytes. Raises DocumentError for metadata that has none."""
+        """Its bytes. Raises DocumentError for metadata that has none, or too many."""
         try:
             packed: bytes = msgpack.packb(self.fields())
         except (ValueError, OverflowError, TypeError) as error:
             raise DocumentError(f"The metadata of {self.name!r} cannot be kept: {error}.") from error
+        if len(packed) > MOST_BYTES:
+            raise DocumentError(
+                f"The metadata of {self.name!r} is too large: with it, what is known of the memory takes {len(packed)} "
+                f"bytes, and {MOST_BYTES} are the most. Keep it in a file, and note where."
+            )
         return packed
 
     @classmethod

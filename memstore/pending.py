@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from memstore.catalog import INDEX, PENDING, SEALED, TOMBSTONE, check_name, index_lock, is_name, key
 from memstore.errors import (
@@ -20,9 +21,10 @@ from memstore.errors import (
     MemoryExistsError,
     StoreBusyError,
     StoreError,
+    StoreFullError,
 )
 from memstore.interfaces import Lock, RecordStore
-from memstore.manifest import Manifest
+from memstore.manifest import FORMAT_MINOR, Manifest
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter
 
@@ -33,31 +35,37 @@ logger = logging.getLogger(__name__)
 
 
 def start(store: MemoryStore, draft: Manifest, document: Document, replacing: Manifest | None = None) -> MemoryWriter:
-    """A writer for ``draft``, or for what an interrupted writer of an equal manifest left.
+    """A writer for ``draft``, or for what an interrupted writer of a manifest left that is equal but for its metadata.
 
-    replacing: a memory of this name, which stays as it is until the new one takes its place.
+    replacing: a memory of this name, which stays as it is until the new one takes its place. What is noted of it from
+    now on is noted of the new one, too.
     """
     records = store.records
-    packed = _pack(draft, document)
     pending_key, sealed_key = key(PENDING, draft.name), key(SEALED, draft.name)
+    _check(draft, document)
     while True:
         current = records.get(sealed_key)
-        if current is not None and (replacing is None or Manifest.unpack(current).id != replacing.id):
+        before = None if current is None else Manifest.unpack(current)
+        if before is not None and (replacing is None or before.id != replacing.id):
             raise MemoryExistsError(
                 f"{records.path} already holds a memory named {draft.name!r}. Remove it, or choose another name."
             )
+        due = draft if before is None or replacing is None else with_notes(draft, replacing, before)
         value = records.get(pending_key)
         if value is None:
-            records.commit({pending_key: packed}, expect={pending_key: None, sealed_key: current})
+            records.commit({pending_key: due.pack()}, expect={pending_key: None, sealed_key: current})
             continue
         manifest = Manifest.unpack(value)
-        if manifest.differing(draft, "id", "created"):
+        if manifest.differing(due, "id", "created", "metadata"):
             drop(records, draft.name)
             continue
         lock = _acquire(records, manifest)
         try:
-            if records.commit({}, expect={pending_key: value, sealed_key: current}):  # inside a commit it is the newest
-                return _writer(store, manifest, value, document, lock, current)
+            manifest = manifest.model_copy(update={"metadata": due.metadata})
+            packed = manifest.pack()
+            # Inside a commit it is the newest.
+            if records.commit({pending_key: packed}, expect={pending_key: value, sealed_key: current}):
+                return _writer(store, manifest, packed, document, lock, current)
         except BaseException:
             lock.release()
             raise
@@ -73,12 +81,22 @@ def manifest_of(records: RecordStore, name: str) -> Manifest | None:
     return None
 
 
+def with_notes(draft: Manifest, seen: Manifest, now: Manifest) -> Manifest:
+    """The draft with what has been noted of the memory that it replaces since that was ``seen``."""
+    was = seen.metadata
+    noted = {key: value for key, value in now.metadata.items() if key not in was or was[key] != value}
+    return draft.model_copy(update={"metadata": draft.metadata | noted}) if noted else draft
+
+
 def manifests(records: RecordStore) -> list[Manifest]:
     """The manifests of all memories in progress, sorted by name, but for those that cannot be read."""
-    values, found = [value for _, value in records.items(PENDING)], []
-    for value in values:
-        with contextlib.suppress(DamagedMemoryError, FormatError):
-            found.append(Manifest.unpack(value))
+    found = []
+    try:
+        for _, value in records.items(PENDING):
+            with contextlib.suppress(FormatError):
+                found.append(Manifest.unpack(value))
+    except DamagedMemoryError as error:
+        logger.warning("what is unfinished in %s cannot be told: %s", records.path, error)
     return sorted(found, key=lambda manifest: manifest.name)
 
 
@@ -91,8 +109,9 @@ def drop(records: RecordStore, name: str) -> bool:
     try:
         value = records.get(pending_key)
         manifest = None if value is None else Manifest.unpack(value)
-    except (DamagedMemoryError, FormatError):  # its id cannot be read, so its space stays taken
-        return records.commit({}, [pending_key])
+    except (DamagedMemoryError, FormatError):
+        remove_unreadable(records, pending_key)
+        return True
     if manifest is None:
         return False
     lock = _acquire(records, manifest)
@@ -108,6 +127,14 @@ def drop(records: RecordStore, name: str) -> bool:
     if dropped:
         logger.info("gave up the unfinished memory %r in %s", name, records.path)
     return dropped or drop(records, name)  # if another process was faster: look again
+
+
+def give_up(store: MemoryStore, name: str) -> None:
+    """Give back what an interrupted update left under the name of a memory that is to stay as it is, unless another
+    process is at it."""
+    with contextlib.suppress(MemoryBusyError):
+        if store.mode == "a" and drop(store.records, name):
+            logger.info("memory %r stays as it is", name)
 
 
 def _may_be_complete(records: RecordStore, manifest: Manifest) -> bool:
@@ -129,21 +156,64 @@ def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memor
     return removed
 
 
+def remove_complete(records: RecordStore, name: str, wanted: Callable[[Manifest], bool]) -> bool:
+    """Remove a complete memory if it is there, and ``wanted`` to be removed as it is at that moment."""
+    sealed_key = key(SEALED, name)
+    while (value := records.get(sealed_key)) is not None:
+        manifest = Manifest.unpack(value)
+        if not wanted(manifest):
+            return False
+        if remove(records, sealed_key, value, manifest.id):
+            logger.info("removed memory %r from %s", name, records.path)
+            with contextlib.suppress(MemoryBusyError):  # an update of it, which then finds nothing to replace
+                drop(records, name)
+            return True
+    return False
+
+
 def remove_unreadable(records: RecordStore, manifest_key: bytes) -> None:
-    """Remove a complete memory whose manifest cannot be read. Its id, without which its space stays taken, is found
-    where a copy of the manifest lies; and the copy must not bring it back."""
+    """Remove a memory, complete or not, whose manifest cannot be read. Its id, without which its space stays taken, is
+    found where a copy of the manifest lies; and the copy must not bring it back."""
     tombstones = [TOMBSTONE + memory_id.encode() for memory_id in records.copied(manifest_key)]
     records.commit(dict.fromkeys(tombstones, b""), [manifest_key])
     for tombstone in tombstones:
         _bury(records, tombstone)
 
 
-def copy(records: RecordStore, manifest: Manifest, sealed_key: bytes, value: bytes) -> None:
-    """Keep a copy of a manifest beside its memory, which is complete and whole without it."""
-    try:
-        records.copy(manifest.id, sealed_key, value)
-    except StoreError as error:
-        logger.warning("memory %r: its manifest could not be copied: %s", manifest.name, error)
+def note(store: MemoryStore, name: str, change: Callable[[Manifest], Mapping[str, Any] | None]) -> Manifest:
+    """Let the newest manifest of a complete memory have the metadata that ``change`` makes of it; None: as it is.
+
+    The copy comes first: whoever is killed between, or repeats the command, leaves what the next one puts right.
+    """
+    records, sealed_key = store.records, key(SEALED, name)
+    while True:
+        value = store.sealed(name)
+        before = Manifest.unpack(value)
+        lock = records.lock(before.id, wait=True)
+        try:
+            if records.get(sealed_key) != value:
+                continue
+            metadata = change(before)
+            if metadata is None:
+                return before
+            manifest = Manifest.described(
+                {**before.model_dump(), "metadata": dict(metadata), "format_minor": FORMAT_MINOR}
+            )
+            packed = manifest.pack()
+            try:
+                records.copy(before.id, sealed_key, packed)
+            except StoreError:
+                if records.get(sealed_key) != value:  # it has been replaced or removed, and its folder with it
+                    continue
+                raise
+            if records.commit({sealed_key: packed}, expect={sealed_key: value}):
+                logger.info("noted other metadata of memory %r", name)
+                return manifest
+            now = records.get(sealed_key)
+            if now is None or Manifest.unpack(now).id != before.id:  # it must not be brought back
+                records.drop_copy(before.id)
+        finally:
+            lock.release(discard=True)
 
 
 def reclaim(records: RecordStore) -> None:
@@ -197,19 +267,26 @@ def _writer(
 
     def seal(sealed: Manifest) -> Memory:
         pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
-        tombstones = [] if replaced is None else [TOMBSTONE + Manifest.unpack(replaced).id.encode()]
-        value = sealed.pack()
-        if replaced is not None:
-            records.drop_copy(Manifest.unpack(replaced).id)
-        records.drop_copy(manifest.id)  # of the draft: on a full disk there is no room for two
-        records.copy(manifest.id, sealed_key, value)  # from here on it is as good as complete
-        puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
-        if not records.commit(puts, [pending_key], {pending_key: packed, sealed_key: replaced}):
-            records.drop_copy(manifest.id)
-            raise StoreError(
-                f"Memory {manifest.name!r} was removed while it was being written, or another took its place. "
-                "Repeat the command; what has been read is kept where it can be."
-            )
+        current, tombstones = replaced, list[bytes]()
+        while True:
+            value = sealed.pack()
+            _copy_instead(records, manifest.id, (sealed_key, value), (pending_key, packed))
+            if current is not None:
+                old = Manifest.unpack(current)
+                tombstones = [TOMBSTONE + old.id.encode()]
+                records.drop_copy(old.id)  # from here on the new one is as good as complete
+            puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
+            if records.commit(puts, [pending_key], {pending_key: packed, sealed_key: current}):
+                break
+            now = records.get(sealed_key)
+            same = now is not None and current is not None and Manifest.unpack(now).id == old.id
+            if now is None or not same or records.get(pending_key) != packed:
+                _copy_anew(records, manifest, packed)
+                raise StoreError(
+                    f"Memory {manifest.name!r} was removed while it was being written, or another took its place. "
+                    "Repeat the command; what has been read is kept where it can be."
+                )
+            sealed, current = with_notes(sealed, old, Manifest.unpack(now)), now
         lock.release(discard=True)
         for tombstone in tombstones:
             with contextlib.suppress(StoreError):  # the next opening tries again
@@ -240,8 +317,33 @@ def _writer(
     return writer
 
 
-def _pack(draft: Manifest, document: Document) -> bytes:
-    """The draft's bytes. Raises DocumentError if it or the document cannot be kept as it is."""
+def _copy_instead(records: RecordStore, memory_id: str, new: tuple[bytes, bytes], old: tuple[bytes, bytes]) -> None:
+    """Keep a copy of another record of a memory. Raises StoreError, and then the old copy is there."""
+    try:
+        records.copy(memory_id, *new)
+    except StoreFullError:  # there may be room for one of them
+        records.drop_copy(memory_id)
+        try:
+            records.copy(memory_id, *new)
+        except StoreError:
+            records.copy(memory_id, *old)
+            raise
+
+
+def _copy_anew(records: RecordStore, manifest: Manifest, packed: bytes) -> None:
+    """Let the copies be those of what the catalog says, after a memory could not be completed."""
+    pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
+    with contextlib.suppress(StoreError):
+        records.drop_copy(manifest.id)
+        if records.get(pending_key) == packed:
+            records.copy(manifest.id, pending_key, packed)
+        now = records.get(sealed_key)
+        if now is not None:
+            records.copy(Manifest.unpack(now).id, sealed_key, now)
+
+
+def _check(draft: Manifest, document: Document) -> None:
+    """Raises DocumentError if the draft or the document cannot be kept as it is."""
     check_name(draft.name)
     if draft.seal is not None or draft.digest is not None:
         raise DocumentError(f"The manifest of {draft.name!r} is that of a complete memory, not a draft.")
@@ -254,7 +356,7 @@ def _pack(draft: Manifest, document: Document) -> bytes:
         (document.text or "").encode()
     except ValueError as error:
         raise DocumentError(f"The text of {draft.name!r} cannot be kept: {error}.") from error
-    return draft.pack()
+    draft.pack()
 
 
 def _acquire(records: RecordStore, manifest: Manifest) -> Lock:

@@ -16,6 +16,7 @@ from memstore import catalog, registry
 from memstore.errors import FormatError, MemstoreError, StoreError, StoreNotFoundError
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import RecordStore
+from memstore.manifest import Manifest
 from memstore.memory import Memory
 from memstore.values import CHECKSUM, TEXT, TOKEN_IDS, checksum
 from memstore.verify import VerifyResult, verified
@@ -64,11 +65,13 @@ def repair(store: MemoryStore, name: str | None = None, model: Any = None, token
 
 def _with_copy(memory: Memory, result: VerifyResult) -> VerifyResult:
     """Keep the catalog's record beside the memory, as older versions did not."""
-    records, manifest = memory.store.records, memory.manifest
+    records, manifest, sealed_key = memory.store.records, memory.manifest, catalog.key(catalog.SEALED, memory.name)
     try:
         lock = records.lock(manifest.id, wait=False)
         try:
-            records.copy(manifest.id, catalog.key(catalog.SEALED, manifest.name), manifest.pack())
+            value = records.get(sealed_key)
+            if value is not None and Manifest.unpack(value).id == manifest.id:  # what is noted of it may have changed
+                records.copy(manifest.id, sealed_key, value)
         finally:
             lock.release(discard=True)
     except StoreError as error:  # removed by another process, or being repaired by one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
 import os
@@ -19,7 +18,6 @@ from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
     FormatError,
-    MemoryBusyError,
     MemoryNotFoundError,
     MemstoreError,
     StoreError,
@@ -105,9 +103,11 @@ class MemoryStore:
         return [memory.name for memory in self.memories()]
 
     def unfinished(self) -> list[Manifest]:
-        """The manifests of the memories that are being encoded, or whose encoding was interrupted, sorted by name.
+        """The manifests of the memories that are being encoded or updated, or whose encoding or update was interrupted,
+        sorted by name.
 
-        The same call of :meth:`encode` again goes on where it was interrupted; ``del store[name]`` gives one up.
+        The same call again goes on where it was interrupted. ``del store[name]`` gives an encoding up; an update, whose
+        earlier version is there under the same name, is given up by :meth:`update` with the earlier text.
         """
         return pending.manifests(self.records)
 
@@ -139,7 +139,7 @@ class MemoryStore:
     def __getitem__(self, name: str) -> Memory:
         """Raises MemoryNotFoundError, DamagedMemoryError, FormatError."""
         with named(name):
-            return Memory(self, Manifest.unpack(self._sealed(name)))
+            return Memory(self, Manifest.unpack(self.sealed(name)))
 
     def get(self, name: str) -> Memory | None:
         """The memory of this name, or None."""
@@ -149,23 +149,19 @@ class MemoryStore:
             return None
 
     def __delitem__(self, name: str) -> None:
-        """Remove a memory, or what an interrupted encoding left under this name. Who has it open keeps reading.
+        """Remove a memory, with what an interrupted update of it left; or, where there is none, what an interrupted
+        encoding left under this name. Who has it open keeps reading.
 
         Raises MemoryNotFoundError, MemoryBusyError (another process is encoding it).
         """
         self.check_writable()
         if not is_name(name):
             raise self._not_found(name)
-        sealed_key = key(SEALED, name)
         try:
-            while (value := self.records.get(sealed_key)) is not None:
-                if pending.remove(self.records, sealed_key, value, Manifest.unpack(value).id):
-                    logger.info("removed memory %r from %s", name, self.path)
-                    with contextlib.suppress(MemoryBusyError):  # an update of it, which then finds nothing to replace
-                        pending.drop(self.records, name)
-                    return
+            if pending.remove_complete(self.records, name, lambda _: True):
+                return
         except (DamagedMemoryError, FormatError):
-            pending.remove_unreadable(self.records, sealed_key)
+            pending.remove_unreadable(self.records, key(SEALED, name))
             logger.warning("removed the damaged record of memory %r from %s", name, self.path)
             return
         if not pending.drop(self.records, name):
@@ -179,14 +175,7 @@ class MemoryStore:
         self.check_writable()
         if not isinstance(metadata, Mapping):
             raise DocumentError(f"metadata={metadata!r} must be a mapping, such as {{'author': 'unknown'}}.")
-        while True:
-            value = self._sealed(name)
-            manifest = Manifest.described({**Manifest.unpack(value).model_dump(), "metadata": dict(metadata)})
-            packed, sealed_key = manifest.pack(), key(SEALED, name)
-            if self.records.commit({sealed_key: packed}, expect={sealed_key: value}):
-                pending.copy(self.records, manifest, sealed_key, packed)
-                logger.info("noted other metadata of memory %r", name)
-                return Memory(self, manifest)
+        return Memory(self, pending.note(self, name, lambda _: metadata))
 
     def encode(
         self,
@@ -324,8 +313,8 @@ class MemoryStore:
                 ) from None
             raise
 
-    def _sealed(self, name: object) -> bytes:
-        """The manifest of a memory as it lies in the catalog. Raises MemoryNotFoundError."""
+    def sealed(self, name: object) -> bytes:
+        """The manifest of a memory as it lies in the catalog. Raises MemoryNotFoundError, DamagedMemoryError."""
         value = None
         if is_name(name):
             with named(name):

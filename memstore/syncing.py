@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from memstore import documents
+from memstore import documents, pending
 from memstore.documents import STDIN
 from memstore.errors import (
     DamagedMemoryError,
@@ -47,7 +48,26 @@ class Folder:
 
     def owns(self, metadata: Mapping[str, Any]) -> bool:
         """Whether a memory with this metadata is one of the folder."""
-        return metadata.get("folder") in {_text(path) for path in (self.path, self.before) if path is not None}
+        paths = [_text(self.path)]
+        if self.before is not None:  # a link to where it is now may be in its place
+            paths += [_text(self.before), _escaped(str(Path(self.before).absolute()))]
+        return metadata.get("folder") in paths
+
+    def texts(self) -> list[documents.Document]:
+        """The text files in it. Raises DocumentError if it is none, holds no text file, or cannot be read throughout;
+        and if it is said to have been where there is another folder now."""
+        if not Path(self.path).is_dir():
+            raise DocumentError(f"{self.path} is no folder that can be read. Name the one that holds the texts.")
+        if self.before is not None and Path(self.before).is_dir() and not Path(self.before).samefile(self.path):
+            raise DocumentError(
+                f"{self.before} is still there, so {self.path} is another folder, and what was made of that one stays. "
+                "Say where a folder was before only once it has moved."
+            )
+        try:
+            return documents.find([f"./{STDIN}" if self.path == STDIN else self.path])
+        except DocumentError as error:
+            hint = "Nothing is removed; `memstore remove` removes what is gone for good."
+            raise DocumentError(f"{error} {hint}") from error
 
 
 @dataclass
@@ -69,12 +89,7 @@ def compare(store: MemoryStore | None, folder: Folder, dtype: str | None = None)
     what vectors are to be stored in; None for whatever they are stored in. Raises DocumentError if the folder is none,
     holds no text file, or cannot be read throughout: then nothing is known to be gone.
     """
-    if not Path(folder.path).is_dir():
-        raise DocumentError(f"{folder.path} is no folder that can be read. Name the one that holds the texts.")
-    try:
-        found = documents.find([folder.path])
-    except DocumentError as error:
-        raise DocumentError(f"{error} Nothing is removed; `memstore remove` removes what is gone for good.") from error
+    found = folder.texts()
     known = {} if store is None else {memory.name: memory for memory in store.memories()}
     comparison = Comparison()
     for document in found:
@@ -104,16 +119,24 @@ def compare(store: MemoryStore | None, folder: Folder, dtype: str | None = None)
 
 def adopt(store: MemoryStore, folder: Folder, unchanged: list[documents.Document]) -> None:
     """Note of memories that are as their files are that they are of this folder: if they were made of these very files
-    one by one, or of the folder where it was before."""
+    one by one, or of the folder where it was before. And give up what was begun of another version of them."""
+    begun = {manifest.name for manifest in store.unfinished()}
     known = {memory.name: memory for memory in store.memories()}
     for document in unchanged:
         memory = known.get(document.name)
-        if memory is None or not _is_mine(memory, document, folder):
+        if memory is None:
             continue
-        metadata = memory.metadata | _origin(document, folder)
-        if metadata != memory.metadata:
+        if document.name in begun:
+            pending.give_up(store, document.name)
+        origin, digest = _origin(document, folder), memory.manifest.document_digest
+
+        def change(newest: Manifest, document: documents.Document = document, digest: str = digest) -> Any:
+            mine = newest.document_digest == digest and _is_mine(newest.metadata, document, folder)
+            return newest.metadata | _origin(document, folder) if mine else None
+
+        if memory.metadata != memory.metadata | origin and _is_mine(memory.metadata, document, folder):
             with suppress(MemoryNotFoundError):  # another process was faster
-                store.set_metadata(memory.name, metadata)
+                pending.note(store, document.name, change)
 
 
 def remove_gone(store: MemoryStore, folder: Folder) -> list[str]:
@@ -122,20 +145,27 @@ def remove_gone(store: MemoryStore, folder: Folder) -> list[str]:
 
     Raises DocumentError as :func:`compare` does.
     """
-    removed = []
-    for name in _gone(store, folder, documents.find([folder.path])):
-        if _doubt(folder, name) is None:
-            with suppress(MemoryNotFoundError, MemoryBusyError):  # another process was faster, or is at it
-                del store[name]
-                removed.append(name)
-    return removed
+    gone = _gone(store, folder, folder.texts())
+    return [name for name in gone if _doubt(folder, name) is None and _removed(store, folder, name)]
+
+
+def _removed(store: MemoryStore, folder: Folder, name: str) -> bool:
+    """Remove a memory if it is still one of the folder."""
+    store.check_writable()
+    if name in store:
+        return pending.remove_complete(store.records, name, lambda manifest: folder.owns(manifest.metadata))
+    with suppress(MemoryBusyError):
+        return pending.drop(store.records, name)
+    return False
 
 
 def _gone(store: MemoryStore, folder: Folder, found: list[documents.Document]) -> list[str]:
-    """The names of the memories that sync of this folder made, or began, of texts that are not there."""
+    """The names of the memories that sync of this folder made, or began, of texts that are not there. What was begun in
+    the place of a complete memory goes with that one."""
     there = {document.name for document in found}
-    held: list[Manifest | Memory] = [*store.unfinished(), *store.memories()]
-    return sorted({each.name for each in held if folder.owns(each.metadata)} - there)
+    held: dict[str, Manifest | Memory] = {manifest.name: manifest for manifest in store.unfinished()}
+    held.update({memory.name: memory for memory in store.memories()})
+    return sorted(name for name, each in held.items() if name not in there and folder.owns(each.metadata))
 
 
 def _doubt(folder: Folder, name: str) -> str | None:
@@ -191,6 +221,7 @@ def refresh(
     metadata = _origin(document, folder)
     before = store.get(document.name)
     if before is not None:
+        dtype = dtype or min(spec.dtype for spec in token_parts(before.manifest).values())
         same = _is_of(before, text)
         if not same:
             check_source(before, document, folder)
@@ -201,22 +232,24 @@ def refresh(
 
 def check_source(memory: Memory, document: documents.Document, folder: Folder | None) -> None:
     """Raises MemoryExistsError unless a memory was made of this file, or of one of this folder."""
-    if _is_mine(memory, document, folder):
+    if _is_mine(memory.metadata, document, folder):
         return
     made, place = memory.metadata.get("source"), memory.metadata.get("folder")
-    moved = f" If {folder.path} is that folder, moved: --moved-from {place}." if folder and place else ""
+    moved = ""
+    if folder is not None and isinstance(place, str) and not Path(place).exists():
+        moved = f" If {folder.path} is the folder that was {place}: --moved-from {shlex.quote(place)}."
     raise MemoryExistsError(
         f"{document.path}: the store holds another memory named {memory.name!r} already, which was made of "
         f"{made or 'no file that it names'}. Remove it first, or choose another name.{moved}"
     )
 
 
-def _is_mine(memory: Memory, document: documents.Document, folder: Folder | None) -> bool:
-    """Whether a memory was made of this file, or of one of this folder."""
-    if folder is not None and folder.owns(memory.metadata):
-        return True
+def _is_mine(metadata: Mapping[str, Any], document: documents.Document, folder: Folder | None) -> bool:
+    """Whether a memory with this metadata was made of this file by itself, or of one of this folder."""
+    if folder is not None and (folder.owns(metadata) or "folder" in metadata):
+        return folder.owns(metadata)
     source = _origin(document, None).get("source")
-    return source is not None and memory.metadata.get("source") == source
+    return source is not None and metadata.get("source") == source
 
 
 def _origin(document: documents.Document, folder: Folder | None) -> dict[str, Any]:
@@ -227,5 +260,13 @@ def _origin(document: documents.Document, folder: Folder | None) -> dict[str, An
 
 
 def _text(path: str) -> str:
-    """The whole path, with bytes that are no text written as escapes."""
-    return os.fsencode(Path(path).resolve()).decode("utf-8", "backslashreplace")
+    """The whole path. Raises DocumentError for one that leads round in a circle."""
+    try:
+        return _escaped(str(Path(path).resolve()))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DocumentError(f"{path!r} cannot be the path of a folder: {error}.") from error
+
+
+def _escaped(path: str) -> str:
+    """With bytes that are no text written as escapes, and so backslashes, too."""
+    return os.fsencode(path).replace(b"\\", b"\\\\").decode("utf-8", "backslashreplace")

@@ -24,6 +24,7 @@ from memstore.manifest import Manifest
 from memstore.memory import Int32, Memory
 from memstore.memory_writer import MemoryWriter, token_parts
 from memstore.open_memory import OpenMemory
+from memstore.pending import give_up
 from memstore.registry import adapter_for
 from memstore.values import block_key, prefix_key
 from memstore.windows import Window, plan
@@ -128,6 +129,7 @@ def _update(
             logger.warning("all is read again: %s", error)
             opened = None
         if opened is not None and not differing:
+            give_up(store, name)
             logger.info("memory %r holds this document already", name)
             return Update(before, num_windows, 0)
         writer = stack.enter_context(store.create(draft, document, before.manifest))

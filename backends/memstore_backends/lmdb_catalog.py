@@ -42,7 +42,7 @@ class Catalog:
     """
 
     _shared: ClassVar[dict[tuple[int, int], Catalog]] = {}
-    _guard: ClassVar[threading.Lock] = threading.Lock()
+    _guard: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, folder: Path, writable: bool) -> None:
         self._folder, self._data, self._writable = folder, folder / "data.mdb", writable
@@ -79,6 +79,13 @@ class Catalog:
         """Whether this process has the catalog in ``folder`` open, even one whose file is no longer there."""
         with cls._guard:
             return _identity(folder) in cls._shared or any(each._folder == folder for each in cls._shared.values())
+
+    @classmethod
+    @contextmanager
+    def all_waiting(cls) -> Iterator[None]:
+        """Inside, no other thread of this process opens or closes a catalog."""
+        with cls._guard:
+            yield
 
     def _make_writable(self) -> None:
         with self._lock:
@@ -239,7 +246,22 @@ class Catalog:
         lock = lock and not mounts.is_apart(self._folder)  # where nobody may write
         if lock:
             prepare(lock_file, MAX_READERS)
-        self._env = lmdb.open(
+        try:
+            self._env = self._environment(lock)
+        except lmdb.InvalidError:  # the metas are sound: it waited for the lock file while another process mended
+            if lock:
+                prepare(lock_file, MAX_READERS)
+            self._env = self._environment(lock)
+        self._process = os.getpid()
+        try:
+            self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+            self._size = os.fstat(self._fd).st_size
+        except BaseException:
+            self._close()
+            raise
+
+    def _environment(self, lock: bool) -> lmdb.Environment:
+        return lmdb.open(
             os.fsencode(self._folder),  # which may be no text
             map_size=CATALOG_MAP,
             max_readers=MAX_READERS,
@@ -249,13 +271,6 @@ class Catalog:
             lock=lock,
             lib_version=0,
         )
-        self._process = os.getpid()
-        try:
-            self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
-            self._size = os.fstat(self._fd).st_size
-        except BaseException:
-            self._close()
-            raise
 
     def _check(self) -> None:
         """Raises FormatError for a file of LMDB 1.0, and DamagedMemoryError for meta pages that could crash liblmdb: it

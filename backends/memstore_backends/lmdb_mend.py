@@ -51,7 +51,7 @@ def mend(path: Path) -> list[str]:
     if problem is None or not (copies or folder.is_dir()):
         return []
     folder.mkdir(exist_ok=True)
-    with alone(folder / "lock.mdb"):
+    with Catalog.all_waiting(), alone(folder / "lock.mdb"):
         kept, copies, problem = _found(path)  # again: what looked like damage may have been another's commit
         if problem is None:
             return []

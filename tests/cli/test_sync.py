@@ -74,7 +74,11 @@ def test_only_what_sync_of_this_folder_made_is_removed_or_replaced(
     assert names(done["added"]) == ["letters/first"] and done["removed"] == []  # it was indexed, not synchronised
     assert names(done["failed"]) == ["exodus"]
     error = done["failed"][0]["error"]
-    assert str(tmp_path / "other" / "exodus.txt") in error and f"--moved-from {tmp_path / 'other'}" in error
+    assert str(tmp_path / "other" / "exodus.txt") in error and "--moved-from" not in error
+    for before in (tmp_path / "other", tmp_path):  # which are where they were
+        error = sync("--moved-from", before, expect=1)["error"]
+        assert f"{before} is still there" in error
+    assert sorted(texts(tmp_path / "store")) == ["exodus", "genesis", "letters/first", "ruth"]
     (folder / "exodus.txt").unlink()
     assert sync()["removed"] == []
     (tmp_path / "genesis.txt").rename(folder / "genesis.txt")
