@@ -15,7 +15,7 @@ from typing import Any
 
 import filelock
 
-from memstore.errors import DamagedMemoryError, ExportError, FormatError, StoreBusyError, StoreFullError
+from memstore.errors import MEND, DamagedMemoryError, ExportError, FormatError, StoreBusyError, StoreFullError
 from memstore.exchange import (
     FORMAT,
     JSON_LIMIT,
@@ -36,7 +36,7 @@ from memstore.files import FULL, sync, write_synced
 from memstore.memory import Memory
 from memstore.memory_writer import content_digest
 from memstore.open_memory import OpenMemory
-from memstore.values import OFFSETS, TEXT
+from memstore.values import OFFSETS, TEXT, describe
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +89,15 @@ def _check(opened: OpenMemory) -> None:
     manifest = opened.manifest
     if content_digest(opened.keys, opened.checksum) != manifest.digest:
         raise DamagedMemoryError(
-            f"Memory {manifest.name!r} is damaged: its records are not those it was completed with. Remove it and "
-            "encode the document again."
+            f"Memory {manifest.name!r} is damaged: its records are not those it was completed with. {MEND}"
         )
     known = {key for _, layout in _files(opened) for key in layout}
     unknown = opened.keys - known - ({TEXT} if manifest.has_text else set())
     if unknown:
-        raise FormatError(f"Memory {manifest.name!r} has records that this version does not know: {sorted(unknown)}.")
+        raise FormatError(
+            f"Memory {manifest.name!r} has records that this version of memstore does not know: "
+            f"{', '.join(map(describe, sorted(unknown)))}. Install the version that wrote it."
+        )
 
 
 def _check_sizes(opened: OpenMemory, folder: Path) -> None:

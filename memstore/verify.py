@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.errors import DamagedMemoryError, FormatError, MemstoreError, StoreError
+from memstore.errors import MEND, DamagedMemoryError, FormatError, MemstoreError, StoreError
 from memstore.index_files import damaged_indexes
 from memstore.memory_writer import content_digest, expected_keys
-from memstore.values import OFFSETS, TEXT, TOKEN_IDS
+from memstore.values import describe
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -126,17 +126,7 @@ def check(memory: Memory) -> list[str]:
                 problems.append("Its records are not those it was completed with.")
             return problems
     except StoreError as error:
-        return [str(error)]
-
-
-def describe(key: bytes) -> str:
-    """What a record holds, in words."""
-    words = {TEXT: "the text", TOKEN_IDS: "the token ids", OFFSETS: "the offsets"}
-    if key in words:
-        return words[key]
-    part = key[5:] if key[:1] == b"b" else key[1:]
-    name = repr(part.decode("utf-8", "replace"))
-    return f"block {int.from_bytes(key[1:5], 'big')} of {name}" if key[:1] == b"b" else f"the prefix of {name}"
+        return [str(error).removesuffix(MEND).rstrip()]  # which is told once of all that is damaged
 
 
 def _main() -> None:

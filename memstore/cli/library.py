@@ -168,6 +168,11 @@ def verify(
     if as_json:
         write_json({"memories": [dataclasses.asdict(result) for result in results], "mended": mended})
     if not all(result.ok for result in results):
+        if not repair:
+            note_that(
+                "`memstore verify --repair` rebuilds what can be rebuilt; with --model MODEL, the one that wrote it, "
+                "damaged vectors too."
+            )
         raise typer.Exit(1)
 
 

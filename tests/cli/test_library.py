@@ -124,6 +124,9 @@ def test_verify_finds_damage(run: Run, library: Path) -> None:
     result = run("verify", "--store", library, "--json")
     assert result.exit_code == 1
     assert "genesis is damaged" in result.stderr
+    assert result.stderr.count("verify --repair") == 1  # the way out, once
+    assert result.stderr.endswith("with --model MODEL, the one that wrote it, damaged vectors too.\n")
+    assert "--repair" not in run("verify", "ruth[1]", "--store", library).stderr
     assert [memory["ok"] for memory in json.loads(result.stdout)["memories"]] == [False, True]
 
 

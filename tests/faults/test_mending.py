@@ -22,6 +22,7 @@ from memstore.errors import (
     StoreInUseError,
 )
 from memstore.manifest import FORMAT_MINOR
+from memstore.memory import Document
 from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
 from memstore.values import block_key
@@ -72,15 +73,47 @@ def test_a_memory_of_a_newer_version_is_told_and_the_others_are_verified_and_men
     assert len(list(library.path.glob("memories/*"))) == 1
 
 
-def test_a_memory_whose_text_is_damaged_too_is_left_and_says_so(library: MemoryStore) -> None:
-    memory = making.write(library)
+@pytest.mark.parametrize(
+    ("metadata", "way_out"),
+    [
+        ({}, "remove it and encode its document again."),
+        ({"source": 3}, "remove it and encode its document again."),
+        ({"source": "/a b/esther.txt"}, "`memstore index '/a b/esther.txt'` reads it again."),
+        ({"source": "/b/x.txt"}, "`memstore index /b/x.txt --name esther` reads it again."),
+        ({"source": "/b/esther.txt", "folder": "/b"}, "`memstore sync /b` reads /b/esther.txt again."),
+    ],
+    ids=str,
+)
+def test_a_memory_whose_text_is_damaged_too_is_left_and_says_so(
+    library: MemoryStore, metadata: dict[str, Any], way_out: str
+) -> None:
+    memory = making.write(library, metadata=metadata)
     damage(memory, block_key("large", 0), b"dtext")
-    (result,) = library.verify(repair=True)
-    assert "the text is damaged too" in result.problems[-1]
-    os.truncate(data_of(memory), 100)
-    (result,) = library.verify(repair=True)
-    assert "the text is damaged too" in result.problems[-1]
+    harms = [
+        ("its structure has changed", lambda: None),
+        ("it has 100 bytes", lambda: os.truncate(data_of(memory), 100)),
+    ]
+    for what, harm in (*harms, ("it is missing", data_of(memory).unlink)):
+        harm()
+        (result,) = library.verify(repair=True)
+        damaged, last = result.problems
+        assert damaged.endswith(".") and what in damaged
+        assert "`" not in damaged and "emove" not in damaged  # no other advice than what can be done
+        assert last == f"It cannot be rebuilt, because the text cannot be read either: {way_out}"
     assert library.names() == ["esther"]
+
+
+def test_what_is_damaged_beyond_rebuilding_is_told_by_name_where_it_was_no_text(library: MemoryStore) -> None:
+    ids = making.manifest("ids", has_text=False)
+    with library.create(ids, Document(None, making.document().token_ids)) as writer:
+        damage(making.fill(writer), block_key("large", 0), b"dids")
+    features = making.manifest("features", has_text=False, has_ids=False)
+    with library.create(features, Document()) as writer:
+        damage(making.fill(writer), block_key("large", 0))
+    why = ("its document, which was no text, is not kept", "the token ids cannot be read either")
+    for result, reason in zip(library.verify(repair=True), why, strict=True):
+        way_out = "remove it and encode its document again."
+        assert result.problems[-1] == f"It cannot be rebuilt, because {reason}: {way_out}"
 
 
 def catalog_of(library: MemoryStore) -> Path:
