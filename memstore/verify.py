@@ -1,4 +1,4 @@
-"""Check every byte of a store's memories in another process, because a failing disk may end the process that reads it.
+"""Check every record of a store's memories in another process: a failing disk may end the process that reads it.
 
 python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "problems", "indexes"} per memory
 """
@@ -63,7 +63,7 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
     while True:
         memories: list[Memory] = []
         unreadable: list[tuple[Memory, VerifyResult]] = []
-        for memory in store.memories() if name is None else [store[name]]:
+        for memory in store.memories() if name is None else store.matching(name):
             try:
                 memory.manifest  # noqa: B018
                 memories.append(memory)
@@ -76,7 +76,7 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
             found.update({memory.manifest.id: (check(memory), {}) for memory in waiting})
             continue
         ids = [memory.manifest.id for memory in waiting]
-        logger.info("checking every byte of %d memories of %s", len(ids), store.path)
+        logger.info("checking every record of %d memories of %s", len(ids), store.path)
         answers, how_it_ended = _run(store, ids)
         found.update(answers)
         if how_it_ended and len(answers) < len(ids):  # it ended while it read the first one it did not answer for

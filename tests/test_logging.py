@@ -166,7 +166,7 @@ def test_damage_is_logged(library, said):
     said()
     (result,) = library.verify()
     assert said() == [
-        f"checking every byte of 1 memories of {library.path}",
+        f"checking every record of 1 memories of {library.path}",
         f"memory 'esther': {result.problems[0]}",
     ]
 

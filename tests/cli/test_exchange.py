@@ -25,6 +25,15 @@ def test_memories_go_from_store_to_store(run: Run, library: Path, tmp_path: Path
         assert all(result.ok for result in store.verify())
 
 
+def test_what_fits_nothing_does_not_keep_the_others(run: Run, library: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("export", "gospel-*", "genesis", "exodus", "gen*", out, "--store", library, "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, [each["name"] for each in document["exported"]]) == (1, ["genesis"])
+    assert [each["name"] for each in document["failed"]] == ["gospel-*", "exodus"]
+    assert (out / folder_name("genesis") / "manifest.json").is_file()
+
+
 def test_json_is_one_document(run: Run, library: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     document = json.loads(run("export", "*", out, "--store", library, "--json").stdout)

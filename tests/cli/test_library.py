@@ -60,6 +60,22 @@ def test_what_is_unfinished_is_listed(run: Run, tmp_path: Path) -> None:
     assert "Unfinished" not in run("list", "--store", tmp_path / "store").stderr
 
 
+@pytest.mark.parametrize("name", ["ruth", "r*"])
+def test_what_is_unfinished_is_told_where_it_is_asked_for(run: Run, tmp_path: Path, name: str) -> None:
+    with memstore.open(tmp_path) as store:
+        making.write(store)
+        store.create(making.manifest("ruth"), making.document()).close()
+    commands: list[tuple[str, ...]] = [("verify", name), ("export", name, str(tmp_path / "out"))]
+    commands += [("generate", "--model", "/no/model", "--memory", name, "Who?")]
+    commands += [] if name == "r*" else [("show", name), ("reindex", name), ("check", name, "--model", "/no/model")]
+    for command in commands:
+        result = run(*command, "--store", tmp_path)
+        assert result.exit_code == 1 and f"no complete memory named '{name}'" in result.stderr
+        assert "Unfinished: ruth. The command that began one goes on with it" in result.stderr
+    assert run("remove", name, "--store", tmp_path).stdout == "Removed ruth.\n"
+    assert run("list", "--store", tmp_path).stderr == ""
+
+
 def test_an_empty_store(run: Run, tmp_path: Path) -> None:
     memstore.open(tmp_path, "a").close()
     assert run("list", "--store", tmp_path).stdout == "The store is empty.\n"
@@ -107,6 +123,27 @@ def test_remove_removes_what_it_can(run: Run, library: Path) -> None:
     assert [failure["name"] for failure in document["failed"]] == ["exodus"]
     assert run("remove", "genesis", "--store", library).stdout == "Removed genesis.\n"
     assert run("list", "--store", library).stdout == "The store is empty.\n"
+
+
+def test_remove_and_verify_take_patterns(run: Run, tmp_path: Path) -> None:
+    with memstore.open(tmp_path) as store:
+        for name in ("letter-1", "letter-2", "letter-[12]", "ruth"):
+            making.write(store, name)
+        store.create(making.manifest("letter-3"), making.document()).close()
+        assert [result.name for result in store.verify("letter-?")] == ["letter-1", "letter-2"]
+        assert [result.name for result in store.verify("letter-?", repair=True)] == ["letter-1", "letter-2"]
+    intact = run("verify", "letter-[12]", "--store", tmp_path)  # a name, though also a pattern
+    assert (intact.exit_code, intact.stdout) == (0, "letter-[12] is intact.\n")
+    assert run("verify", "*-?", "--store", tmp_path).stdout == "letter-1 is intact.\nletter-2 is intact.\n"
+    assert run("remove", "letter-[12]", "--store", tmp_path).stdout == "Removed letter-[12].\n"
+    result = run("remove", "gospel-*", "letter-[13]", "--store", tmp_path, "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["removed"]) == (1, ["letter-1", "letter-3"])
+    assert [failure["name"] for failure in document["failed"]] == ["gospel-*"]
+    assert "no memory named 'gospel-*', and none whose name fits it as a pattern." in document["failed"][0]["error"]
+    assert run("verify", "gospel-*", "--store", tmp_path).exit_code == 1
+    with memstore.open(tmp_path, "r") as store:
+        assert (store.names(), store.unfinished()) == (["letter-2", "ruth"], [])
 
 
 def test_verify_of_an_intact_store(run: Run, library: Path) -> None:
