@@ -63,7 +63,9 @@ def check_format(records: RecordStore) -> None:
         )
     value = records.get(FORMAT)
     if value is None and records.mode == "r":
-        raise StoreNotFoundError(f'{records.path} holds no store yet. Open it with mode="a" to create one.')
+        raise StoreNotFoundError(
+            f'{records.path} holds no store yet; `memstore index` and memstore.open(…, mode="a") create one.'
+        )
     if value is None:
         mark(records)
         return

@@ -39,12 +39,12 @@ class StoreError(MemstoreError):
 
 
 class StoreNotFoundError(StoreError):
-    """There is no store at this path. Check the path, or open it with ``mode="a"`` to create one."""
+    """There is no store at this path. Check the path; `memstore index` and ``mode="a"`` create one."""
 
 
 class ReadOnlyStoreError(StoreError):
-    """The store was opened read-only, or its directory cannot be written. Open it with ``mode="a"``, or as a user who
-    may write there."""
+    """The store was opened read-only, or its directory cannot be written. Open it with ``mode="a"``, as a user who may
+    write there, or write to a copy of it."""
 
 
 class StoreFullError(StoreError):

@@ -32,7 +32,7 @@ from memstore.exchange import (
     in_file,
     json_checksum,
 )
-from memstore.files import FULL, sync, write_synced
+from memstore.files import FULL, reason, sync, write_synced
 from memstore.memory import Memory
 from memstore.memory_writer import content_digest
 from memstore.open_memory import OpenMemory
@@ -53,7 +53,9 @@ def export_memory(memory: Memory, folder: Path) -> Path:
     try:
         inside = memory.store.records.persistent and folder.resolve().is_relative_to(memory.store.path)
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no possible path
-        raise ExportError(f"{str(folder)!r} cannot be the path of a folder: {error}. Name another one.") from error
+        raise ExportError(
+            f"{str(folder)!r} cannot be the path of a folder: {reason(error)}. Name another one."
+        ) from error
     if inside:
         raise ExportError(f"{folder} lies in the store itself, which is no place for other files. Name another folder.")
     with memory.open("off") as opened, _explained(folder):
@@ -173,4 +175,4 @@ def _explained(folder: Path) -> Iterator[None]:
         if error.errno in FULL:
             message = f"The disk that holds {folder} is full. Free some space and repeat; nothing is lost."
             raise StoreFullError(message) from error
-        raise ExportError(f"{folder} cannot be written: {error}. Name another folder.") from error
+        raise ExportError(f"{folder} cannot be written: {reason(error)}. Name another folder.") from error

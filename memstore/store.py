@@ -25,6 +25,7 @@ from memstore.errors import (
     StoreError,
     StoreInUseError,
 )
+from memstore.files import reason
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import Mode, RecordReader, RecordStore
 from memstore.manifest import Manifest
@@ -54,7 +55,7 @@ def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str) -> Mem
     try:
         resolved = Path(path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no possible path
-        raise StoreError(f"{str(path)!r} cannot be the path of a store: {error}.") from error
+        raise StoreError(f"{str(path)!r} cannot be the path of a store: {reason(error)}.") from error
     return MemoryStore(resolved, mode, records)
 
 

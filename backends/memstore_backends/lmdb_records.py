@@ -68,7 +68,10 @@ class LmdbRecords(RecordStore):
                 raise StoreError(f"{path} is no folder, and so no store. Choose another path.")
             if not data.is_file():
                 if mode == "r":
-                    raise StoreNotFoundError(f'There is no store at {path}. Check the path, or open it with mode="a".')
+                    raise StoreNotFoundError(
+                        f"There is no store at {path}. Check the path; `memstore index` and memstore.open(…, "
+                        'mode="a") create one.'
+                    )
                 if path.exists() and not {entry.name for entry in path.iterdir()} <= _OWN_FOLDERS:
                     raise StoreError(f"{path} is a folder with other files in it, no store. Choose another path.")
             if mode == "a":

@@ -63,13 +63,17 @@ def import_memories(
     failed: list[dict[str, str]] = []
     found = exported(folder)  # a wrong path must not leave an empty store
     with open_store(store, "a") as opened:
+        there = set(opened.names())
         for path in found:
             with collected(failed, folder=str(path)):
                 with err.status(f"Importing {path} …"):
                     memory = import_memory(opened, path)
-                done.append({"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes})
+                facts = {"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes}
+                done.append({**facts, "already": memory.name in there})
                 if not as_json:
-                    out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}", soft_wrap=True)
+                    how = ", is there already" if memory.name in there else ""
+                    words = f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}{how}"
+                    out.print(words, soft_wrap=True)
     if as_json:
         write_json({"imported": done, "failed": failed})
     if failed:

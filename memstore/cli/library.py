@@ -78,6 +78,7 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
         memory = opened[name]
         manifest, indexes = memory.manifest, opened.indexes(name)
         facts = _facts(memory) | {
+            "id": manifest.id,
             "adapter": manifest.adapter,
             "window": manifest.rule.window,
             "overlap": manifest.rule.overlap,

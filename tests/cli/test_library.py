@@ -94,6 +94,8 @@ def test_show(run: Run, library: Path) -> None:
     facts = json.loads(run("show", "genesis", "--store", library, "--json").stdout)
     with memstore.open(library, "r") as store:
         assert facts["fingerprint"] == store["genesis"].fingerprint
+        assert (facts["id"], facts["id"] in text) == (store["genesis"].manifest.id, True)
+    assert (library / "memories" / facts["id"]).is_dir()
     assert facts["parts"]["bounds.0"]["every"] == 64
     assert facts["parts"]["keys.0"] == {"shape": [2, 8], "dtype": "float32", "scales": None, "every": 1}
 
