@@ -5,7 +5,7 @@ Each message says what was wrong, where, and what to do about it.
 
 from __future__ import annotations
 
-MEND = "Run `memstore verify --repair`, or read its document again: `memstore index` of the same file does."
+MEND = "Run `memstore verify --repair`, or remove it and read its document again, as `memstore index` does."
 """What to do about a damaged memory: the end of the message of every DamagedMemoryError that names one."""
 
 
@@ -68,8 +68,8 @@ class FormatError(StoreError):
 
 class DamagedMemoryError(StoreError):
     """Bytes on disk differ from those that were written. Run `memstore verify --repair`, which mends the catalog and
-    builds indexes anew, and with `--model` reads memories anew whose text is whole; read the documents of others again,
-    as `memstore index` of the same file does."""
+    builds indexes anew, and with `--model` reads memories anew whose text is whole; remove others and read their
+    documents again, as `memstore index` does."""
 
 
 class MemoryNotFoundError(StoreError, KeyError):

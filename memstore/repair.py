@@ -142,10 +142,10 @@ def _way_out(memory: Memory) -> str:
     name, source, folder = memory.name, memory.metadata.get("source"), memory.metadata.get("folder")
     if not isinstance(source, str):
         return "remove it and encode its document again."
+    command = ["index", source, *([] if Path(source).stem == name else ["--name", name])]
     if isinstance(folder, str):
-        return f"`{shlex.join(['memstore', 'sync', folder])}` reads {source} again."
-    named = [] if Path(source).stem == name else ["--name", name]
-    return f"`{shlex.join(['memstore', 'index', source, *named])}` reads it again."
+        command = ["sync", folder]
+    return f"remove it, and `{shlex.join(['memstore', *command])}` reads {source} again."
 
 
 def _what_differs(memory: Memory, model: Any, tokenizer: Any) -> str:

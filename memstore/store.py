@@ -350,10 +350,12 @@ class MemoryStore:
     def _not_found(self, name: object, as_pattern: bool = False) -> MemoryNotFoundError:
         begun: list[str] = []
         close: list[str] = []
-        with contextlib.suppress(MemstoreError):  # another record is damaged, which is not what was asked
+        try:
             unfinished = [manifest.name for manifest in self.unfinished()]
             begun = [each for each in unfinished if each == name or (as_pattern and fnmatchcase(each, str(name)))]
             close = difflib.get_close_matches(str(name), self.names(), n=1)
+        except MemstoreError:  # another record is damaged, which is not what was asked
+            pass
         fitting = ", and none whose name fits it as a pattern" if as_pattern else ""
         hint = told_unfinished(begun) if begun else f"Did you mean {close[0]!r}?" if close else ""
         kind = "complete memory" if begun else "memory"

@@ -78,9 +78,12 @@ def test_a_memory_of_a_newer_version_is_told_and_the_others_are_verified_and_men
     [
         ({}, "remove it and encode its document again."),
         ({"source": 3}, "remove it and encode its document again."),
-        ({"source": "/a b/esther.txt"}, "`memstore index '/a b/esther.txt'` reads it again."),
-        ({"source": "/b/x.txt"}, "`memstore index /b/x.txt --name esther` reads it again."),
-        ({"source": "/b/esther.txt", "folder": "/b"}, "`memstore sync /b` reads /b/esther.txt again."),
+        (
+            {"source": "/a b/esther.txt"},
+            "remove it, and `memstore index '/a b/esther.txt'` reads /a b/esther.txt again.",
+        ),
+        ({"source": "/b/x.txt"}, "remove it, and `memstore index /b/x.txt --name esther` reads /b/x.txt again."),
+        ({"source": "/b/esther.txt", "folder": "/b"}, "remove it, and `memstore sync /b` reads /b/esther.txt again."),
     ],
     ids=str,
 )
