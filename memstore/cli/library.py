@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from memstore import config
+from memstore import catalog, config
 from memstore.auto import choose
 from memstore.cli.common import (
     DtypeOption,
@@ -179,6 +179,9 @@ def verify(
     with open_store(store, "a" if repair else "r") as opened:
         loaded, tokenizer = (None, None) if model is None else load_model(model, dtype)
         results = opened.verify(name, repair=repair, model=loaded, tokenizer=tokenizer)
+        strays = (
+            [] if name is not None else [str(opened.records.folder(each)) for each in catalog.strays(opened.records)]
+        )
     for result in results:
         for note in result.notes:
             note_that(f"{result.name}: {note}")
@@ -186,12 +189,19 @@ def verify(
             complain(f"{result.name} is damaged: {' '.join(result.problems)}")
         elif not as_json:
             out.print(" ".join([f"{result.name} is intact.", *result.repaired]), soft_wrap=True)
-    if not results and not as_json:
+    for folder in strays:
+        note_that(
+            f"{folder} belongs to no memory that the catalog names: its record is lost. Encode the document again; "
+            "then the folder may be deleted by hand."
+        )
+    if not results and not strays and not as_json:
         out.print("The store is empty.")
     if as_json:
-        write_json({"memories": [dataclasses.asdict(result) for result in results], "mended": mended})
-    if not all(result.ok for result in results):
-        if not repair:
+        facts = [dataclasses.asdict(result) for result in results]
+        write_json({"memories": facts, "mended": mended, "strays": strays})
+    whole = all(result.ok for result in results)
+    if strays or not whole:
+        if not whole and not repair:
             note_that(
                 "`memstore verify --repair` rebuilds what can be rebuilt; with --model MODEL, the one that wrote it, "
                 "damaged vectors too."

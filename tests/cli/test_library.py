@@ -152,7 +152,7 @@ def test_verify_of_an_intact_store(run: Run, library: Path) -> None:
     assert run("verify", "--store", library).stdout == "genesis is intact.\nruth[1] is intact.\n"
     document = json.loads(run("verify", "genesis", "--store", library, "--json").stdout)
     whole = {"name": "genesis", "ok": True, "problems": [], "indexes": {}, "repaired": [], "unrepaired": []}
-    assert document == {"memories": [whole], "mended": []}
+    assert document == {"memories": [whole], "mended": [], "strays": []}
 
 
 def test_verify_finds_damage(run: Run, library: Path) -> None:

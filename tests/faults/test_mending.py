@@ -12,7 +12,7 @@ import pytest
 
 import memstore
 from memstore import verify
-from memstore.catalog import PENDING, SEALED, key
+from memstore.catalog import PENDING, SEALED, key, strays
 from memstore.errors import (
     DamagedMemoryError,
     FormatError,
@@ -412,3 +412,39 @@ def test_who_waited_to_open_a_catalog_does_not_go_by_the_lock_file_of_the_one_be
     assert mend_catalog(library.path, "lmdb") == ["The catalog had lost its format record, which was written anew."]
     with memstore.open(library.path) as store:
         assert store.names() == ["esther"]
+
+
+def test_what_the_catalog_says_nothing_of_is_a_stray(library: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("esther", "gone", "lost"):
+        making.write(library, name)
+    library.create(making.manifest("begun"), making.document()).close()
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(library.records, "delete", kill)
+        del library["gone"]
+    assert len(library.records.memory_ids()) == 4 and strays(library.records) == []
+    lost = library["lost"].manifest
+    library.records.commit({}, [key(SEALED, "lost")])
+    assert strays(library.records) == [lost.id]
+    library.records.commit({key(PENDING, "begun"): b"no manifest"})
+    assert strays(library.records) == []  # it might be the one
+
+
+@pytest.mark.parametrize("change", ["begun", "removed"])
+def test_what_is_begun_or_removed_meanwhile_is_no_stray(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    making.write(library)
+    items = library.records.items
+
+    def late(prefix: bytes) -> list[tuple[bytes, bytes]]:
+        before = items(prefix)
+        monkeypatch.setattr(library.records, "items", items)
+        if change == "begun":
+            making.write(library, "ruth")
+            return before
+        del library["esther"]
+        return items(prefix)
+
+    monkeypatch.setattr(library.records, "items", late)
+    assert strays(library.records) == []
+    assert library.names() == (["esther", "ruth"] if change == "begun" else [])
