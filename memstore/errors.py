@@ -5,7 +5,9 @@ Each message says what was wrong, where, and what to do about it.
 
 from __future__ import annotations
 
-MEND = "Run `memstore verify --repair`, or remove it and read its document again, as `memstore index` does."
+MEND = (
+    "Run `memstore verify --repair`, or `memstore remove` the memory and read its document again by `memstore index`."
+)
 """What to do about a damaged memory: the end of the message of every DamagedMemoryError that names one."""
 
 

@@ -121,7 +121,7 @@ def _source(memory: Memory, model: Any, tokenizer: Any) -> tuple[dict[str, Any],
     manifest = memory.manifest
     if not manifest.has_text and not manifest.has_ids:
         what = "because its document, which was no text, is not kept"
-        return {}, f"It cannot be rebuilt, {what}: remove it and encode its document again."
+        return {}, f"It cannot be rebuilt, {what}: remove the memory and encode its document again."
     key = TEXT if manifest.has_text else TOKEN_IDS
     value = memory.store.records.salvage(manifest.id, key)
     if value is None or checksum(value) != memory.store.records.salvage(manifest.id, CHECKSUM + key):
@@ -141,11 +141,11 @@ def _way_out(memory: Memory) -> str:
     """What to do about a memory of which nothing is left to rebuild it from, by what it remembers of its file."""
     name, source, folder = memory.name, memory.metadata.get("source"), memory.metadata.get("folder")
     if not isinstance(source, str):
-        return "remove it and encode its document again."
+        return "remove the memory and encode its document again."
     command = ["index", source, *([] if Path(source).stem == name else ["--name", name])]
     if isinstance(folder, str):
         command = ["sync", folder]
-    return f"remove it, and `{shlex.join(['memstore', *command])}` reads {source} again."
+    return f"remove the memory, and `{shlex.join(['memstore', *command])}` reads {source} again."
 
 
 def _what_differs(memory: Memory, model: Any, tokenizer: Any) -> str:

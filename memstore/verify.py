@@ -126,7 +126,8 @@ def check(memory: Memory) -> list[str]:
                 problems.append("Its records are not those it was completed with.")
             return problems
     except StoreError as error:
-        return [str(error).removesuffix(MEND).rstrip()]  # which is told once of all that is damaged
+        # Whose problem it is, and what to do, is told with all that is damaged.
+        return [str(error).removeprefix(f"Memory {memory.name!r}: ").removesuffix(MEND).rstrip()]
 
 
 def _main() -> None:

@@ -116,8 +116,8 @@ def remove(
         list[str],
         typer.Argument(
             metavar="NAME…",
-            help="Memories of the store, unfinished ones too, or patterns such as 'gospel-*'. What is a name is no "
-            "pattern.",
+            help="Memories of the store, unfinished ones too, or patterns such as 'gospel-*'. The name of a memory "
+            "is no pattern.",
             show_default=False,
         ),
     ],

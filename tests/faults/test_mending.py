@@ -76,14 +76,20 @@ def test_a_memory_of_a_newer_version_is_told_and_the_others_are_verified_and_men
 @pytest.mark.parametrize(
     ("metadata", "way_out"),
     [
-        ({}, "remove it and encode its document again."),
-        ({"source": 3}, "remove it and encode its document again."),
+        ({}, "remove the memory and encode its document again."),
+        ({"source": 3}, "remove the memory and encode its document again."),
         (
             {"source": "/a b/esther.txt"},
-            "remove it, and `memstore index '/a b/esther.txt'` reads /a b/esther.txt again.",
+            "remove the memory, and `memstore index '/a b/esther.txt'` reads /a b/esther.txt again.",
         ),
-        ({"source": "/b/x.txt"}, "remove it, and `memstore index /b/x.txt --name esther` reads /b/x.txt again."),
-        ({"source": "/b/esther.txt", "folder": "/b"}, "remove it, and `memstore sync /b` reads /b/esther.txt again."),
+        (
+            {"source": "/b/x.txt"},
+            "remove the memory, and `memstore index /b/x.txt --name esther` reads /b/x.txt again.",
+        ),
+        (
+            {"source": "/b/esther.txt", "folder": "/b"},
+            "remove the memory, and `memstore sync /b` reads /b/esther.txt again.",
+        ),
     ],
     ids=str,
 )
@@ -100,7 +106,7 @@ def test_a_memory_whose_text_is_damaged_too_is_left_and_says_so(
         harm()
         (result,) = library.verify(repair=True)
         damaged, last = result.problems
-        assert damaged.endswith(".") and what in damaged
+        assert damaged.startswith(f"{data_of(memory)} is damaged: {what}") and damaged.endswith(".")
         assert "`" not in damaged and "emove" not in damaged  # no other advice than what can be done
         assert last == f"It cannot be rebuilt, because the text cannot be read either: {way_out}"
     assert library.names() == ["esther"]
@@ -115,7 +121,7 @@ def test_what_is_damaged_beyond_rebuilding_is_told_by_name_where_it_was_no_text(
         damage(making.fill(writer), block_key("large", 0))
     why = ("its document, which was no text, is not kept", "the token ids cannot be read either")
     for result, reason in zip(library.verify(repair=True), why, strict=True):
-        way_out = "remove it and encode its document again."
+        way_out = "remove the memory and encode its document again."
         assert result.problems[-1] == f"It cannot be rebuilt, because {reason}: {way_out}"
 
 
