@@ -7,9 +7,9 @@ from typing import TypeGuard
 
 import msgpack
 
-from memstore.errors import DocumentError, FormatError, StoreNotFoundError
+from memstore.errors import DamagedMemoryError, DocumentError, FormatError, StoreNotFoundError
 from memstore.interfaces import RecordStore
-from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR
+from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR, Manifest
 
 FORMAT = b"format"
 SEALED, PENDING = b"m", b"p"  # + a hash of the name: a manifest
@@ -41,6 +41,20 @@ def index_lock(memory_id: str) -> str:
     return f"{memory_id}-index"
 
 
+def strays(records: RecordStore) -> list[str]:
+    """Ids that occupy space and of which the catalog says nothing: their records are lost. None where a manifest cannot
+    be read, because it may be the one that names them."""
+    ids = records.memory_ids()  # before the catalog: what is begun meanwhile is none
+    try:
+        found = records.items(b"")  # at one moment: a manifest moves from one key to another
+        known = {Manifest.unpack(value).id for name, value in found if name[:1] in (SEALED, PENDING)}
+    except (DamagedMemoryError, FormatError):
+        return []
+    known |= {name[1:].decode() for name, _ in found if name[:1] == TOMBSTONE}
+    there = set(records.memory_ids())  # again: what was removed meanwhile is none either
+    return [each for each in ids if each in there and each not in known]
+
+
 def mark(records: RecordStore) -> None:
     """Say that this is a store of this version's format, unless something is said already."""
     record = {"format": "memstore", "major": FORMAT_MAJOR, "minor": FORMAT_MINOR}
@@ -63,7 +77,9 @@ def check_format(records: RecordStore) -> None:
         )
     value = records.get(FORMAT)
     if value is None and records.mode == "r":
-        raise StoreNotFoundError(f'{records.path} holds no store yet. Open it with mode="a" to create one.')
+        raise StoreNotFoundError(
+            f'{records.path} holds no store yet; `memstore index` and memstore.open(…, mode="a") create one.'
+        )
     if value is None:
         mark(records)
         return

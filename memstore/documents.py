@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memstore.errors import DocumentError
+from memstore.files import reason
+
+logger = logging.getLogger(__name__)
 
 STDIN = "-"
 SUFFIXES = (".md", ".rst", ".text", ".txt")
@@ -64,7 +68,7 @@ def find(paths: list[str]) -> list[Document]:
         if other != document:
             raise DocumentError(
                 f"{other.path} and {document.path} would both be named {document.name!r}. "
-                "Index them one by one, each with --name."
+                "Rename one of them, or index them one by one, each with --name."
             )
     return list(found.values())
 
@@ -93,12 +97,22 @@ def _texts(folder: Path) -> list[tuple[Path, Path]]:
         raise error
 
     texts = []
+    passed = {"files": 0, "folders": 0}
     for parent, folders, files in os.walk(folder, onerror=fail):
+        passed["folders"] += sum(name.startswith(".") or Path(parent, name).is_symlink() for name in folders)
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [Path(parent, name) for name in files if not name.startswith(".")]
-        texts += [path for path in paths if path.suffix.lower() in SUFFIXES]  # links that lead nowhere, too
+        some = [path for path in paths if path.suffix.lower() in SUFFIXES]  # links that lead nowhere, too
+        passed["files"] += len(files) - len(some)
+        texts += some
+    if any(passed.values()):
+        logger.info(
+            "%s: passed over %d files that are hidden or have other suffixes, and %d folders that are hidden or links",
+            folder,
+            *passed.values(),
+        )
     return [(folder, path.relative_to(folder)) for path in sorted(texts)]
 
 
 def _unreadable(path: str, error: OSError | ValueError) -> DocumentError:
-    return DocumentError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.")
+    return DocumentError(f"{path} cannot be read: {reason(error)}.")

@@ -137,6 +137,7 @@ def another_exists(manifest: Manifest, draft: Manifest, differing: list[str]) ->
     """What to raise where the memory of this name is another one."""
     if "parts" in differing and (stored := _dtypes(manifest)) != (wanted := _dtypes(draft)):
         differing[differing.index("parts")] = f"dtype (stored as {stored}, not {wanted})"
+        differing = [field for field in differing if field != "block_tokens"]  # which follows from it
     return MemoryExistsError(
         f"The store holds another memory named {draft.name!r} already; it differs in {', '.join(differing)}. "
         "Remove it first, or choose another name."

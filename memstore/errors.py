@@ -5,6 +5,11 @@ Each message says what was wrong, where, and what to do about it.
 
 from __future__ import annotations
 
+MEND = (
+    "Run `memstore verify --repair`, or `memstore remove` the memory and read its document again by `memstore index`."
+)
+"""What to do about a damaged memory: the end of the message of every DamagedMemoryError that names one."""
+
 
 class MemstoreError(Exception):
     """Base class: catch this to catch everything memstore raises on purpose."""
@@ -36,12 +41,12 @@ class StoreError(MemstoreError):
 
 
 class StoreNotFoundError(StoreError):
-    """There is no store at this path. Check the path, or open it with ``mode="a"`` to create one."""
+    """There is no store at this path. Check the path; `memstore index` and ``mode="a"`` create one."""
 
 
 class ReadOnlyStoreError(StoreError):
-    """The store was opened read-only, or its directory cannot be written. Open it with ``mode="a"``, or as a user who
-    may write there."""
+    """The store was opened read-only, or its directory cannot be written. Open it with ``mode="a"``, as a user who may
+    write there, or write to a copy of it."""
 
 
 class StoreFullError(StoreError):
@@ -65,8 +70,8 @@ class FormatError(StoreError):
 
 class DamagedMemoryError(StoreError):
     """Bytes on disk differ from those that were written. Run `memstore verify --repair`, which mends the catalog and
-    builds indexes anew, and with `--model` reads memories anew whose text is whole; remove others and encode them
-    again."""
+    builds indexes anew, and with `--model` reads memories anew whose text is whole; remove others and read their
+    documents again, as `memstore index` does."""
 
 
 class MemoryNotFoundError(StoreError, KeyError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import filelock
 
-from memstore.errors import DamagedMemoryError, ExportError, FormatError, StoreBusyError, StoreFullError
+from memstore.errors import MEND, DamagedMemoryError, ExportError, FormatError, StoreBusyError, StoreFullError
 from memstore.exchange import (
     FORMAT,
     JSON_LIMIT,
@@ -32,11 +32,11 @@ from memstore.exchange import (
     in_file,
     json_checksum,
 )
-from memstore.files import FULL, sync, write_synced
+from memstore.files import FULL, reason, sync, write_synced
 from memstore.memory import Memory
 from memstore.memory_writer import content_digest
 from memstore.open_memory import OpenMemory
-from memstore.values import OFFSETS, TEXT
+from memstore.values import OFFSETS, TEXT, describe
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ def export_memory(memory: Memory, folder: Path) -> Path:
     try:
         inside = memory.store.records.persistent and folder.resolve().is_relative_to(memory.store.path)
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no possible path
-        raise ExportError(f"{str(folder)!r} cannot be the path of a folder: {error}. Name another one.") from error
+        raise ExportError(
+            f"{str(folder)!r} cannot be the path of a folder: {reason(error)}. Name another one."
+        ) from error
     if inside:
         raise ExportError(f"{folder} lies in the store itself, which is no place for other files. Name another folder.")
     with memory.open("off") as opened, _explained(folder):
@@ -89,13 +91,15 @@ def _check(opened: OpenMemory) -> None:
     manifest = opened.manifest
     if content_digest(opened.keys, opened.checksum) != manifest.digest:
         raise DamagedMemoryError(
-            f"Memory {manifest.name!r} is damaged: its records are not those it was completed with. Remove it and "
-            "encode the document again."
+            f"Memory {manifest.name!r} is damaged: its records are not those it was completed with. {MEND}"
         )
     known = {key for _, layout in _files(opened) for key in layout}
     unknown = opened.keys - known - ({TEXT} if manifest.has_text else set())
     if unknown:
-        raise FormatError(f"Memory {manifest.name!r} has records that this version does not know: {sorted(unknown)}.")
+        raise FormatError(
+            f"Memory {manifest.name!r} has records that this version of memstore does not know: "
+            f"{', '.join(map(describe, sorted(unknown)))}. Install the version that wrote it."
+        )
 
 
 def _check_sizes(opened: OpenMemory, folder: Path) -> None:
@@ -171,4 +175,4 @@ def _explained(folder: Path) -> Iterator[None]:
         if error.errno in FULL:
             message = f"The disk that holds {folder} is full. Free some space and repeat; nothing is lost."
             raise StoreFullError(message) from error
-        raise ExportError(f"{folder} cannot be written: {error}. Name another folder.") from error
+        raise ExportError(f"{folder} cannot be written: {reason(error)}. Name another folder.") from error

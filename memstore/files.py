@@ -15,6 +15,11 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the system says where a disk, a quota or the size of a file is exhausted."""
 
 
+def reason(error: Exception) -> str:
+    """What went wrong with a file, in the words of the system: who asks knows its path."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def write_synced(path: Path, chunks: Iterable[Buffer]) -> None:
     """Write a file and wait until it is on the disk. What is left of an earlier try is written over."""
     with path.open("wb") as file:

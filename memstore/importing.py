@@ -35,6 +35,7 @@ from memstore.exchange import (
     json_checksum,
 )
 from memstore.exchange import PREFIX as PREFIX_FILE
+from memstore.files import reason
 from memstore.manifest import Manifest
 from memstore.memory import Document, Memory
 from memstore.memory_writer import MemoryWriter, token_parts
@@ -54,9 +55,15 @@ def exported(folder: Path) -> list[Path]:
         found = [path for path in inside if not path.name.startswith(".") and (path / MANIFEST).is_file()]
         found = [folder] if (folder / MANIFEST).is_file() else found
     except (OSError, ValueError) as error:
-        raise ExportError(f"{folder} cannot be read: {error}.") from error
+        raise ExportError(
+            f"{folder} cannot be read: {reason(error)}. Name the folder that `memstore export` wrote to, or one of the "
+            "folders in it."
+        ) from error
     if not found:
-        raise ExportError(f"{folder} holds no exported memory: neither it nor a folder in it has a {MANIFEST}.")
+        raise ExportError(
+            f"{folder} holds no exported memory: neither it nor a folder in it has a {MANIFEST}. Name the folder that "
+            "`memstore export` wrote to."
+        )
     return found
 
 
@@ -191,7 +198,7 @@ def _size(path: Path) -> int:
     try:
         status = path.lstat()
     except OSError as error:
-        raise ExportError(f"{path} cannot be read: {error.strerror}. Export the memory again.") from error
+        raise ExportError(f"{path} cannot be read: {reason(error)}. Export the memory again.") from error
     if not stat.S_ISREG(status.st_mode):
         raise ExportError(f"{path} is not a plain file, as exported ones are. Export the memory again.")
     return status.st_size
@@ -205,7 +212,7 @@ def _read(path: Path, limit: int) -> bytes:
         with path.open("rb") as file:
             return file.read(size)
     except OSError as error:
-        raise ExportError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ExportError(f"{path} cannot be read: {reason(error)}.") from error
 
 
 def _damaged(path: Path, what: str) -> DamagedMemoryError:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from memstore.errors import DamagedMemoryError, StoreError
+from memstore.errors import MEND, DamagedMemoryError, StoreError
 from memstore.manifest import Facts, Manifest
-from memstore.open_memory import MEND, OpenMemory, Verify
-from memstore.values import OFFSETS, TEXT, TOKEN_IDS
+from memstore.open_memory import OpenMemory, Verify
+from memstore.values import OFFSETS, TEXT, TOKEN_IDS, describe
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -146,9 +146,8 @@ class Memory:
         """So many int32 of each token."""
         data = self._verified(key)
         if len(data) != 4 * of_each * self.num_tokens:
-            raise DamagedMemoryError(
-                f"Memory {self.name!r} is damaged: {key!r} has {len(data)} bytes for {self.num_tokens} tokens. {MEND}"
-            )
+            what = f"{describe(key)} have {len(data)} bytes for {self.num_tokens} tokens"
+            raise DamagedMemoryError(f"Memory {self.name!r} is damaged: {what}. {MEND}")
         return np.frombuffer(data, "<i4")
 
     def chars(self, start_token: int, end_token: int) -> tuple[int, int]:

@@ -13,7 +13,18 @@ from memstore.errors import DocumentError, StoreError
 from memstore.interfaces import Buffer, RecordWriter
 from memstore.manifest import Manifest, PartSpec
 from memstore.memory import Document, Memory
-from memstore.values import CHECKSUM, OFFSETS, PREFIX, TEXT, TOKEN_IDS, block_key, checksum, is_value, prefix_key
+from memstore.values import (
+    CHECKSUM,
+    OFFSETS,
+    PREFIX,
+    TEXT,
+    TOKEN_IDS,
+    block_key,
+    checksum,
+    describe,
+    is_value,
+    prefix_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +147,7 @@ class MemoryWriter:
         if missing:
             raise StoreError(
                 f"Memory {self.manifest.name!r} is not complete: it has {self.num_done} of {self.manifest.num_tokens} "
-                f"tokens, and lacks {missing[0]!r}."
+                f"tokens, and lacks {describe(missing[0])}."
             )
         memory = self._seal(self.manifest.model_copy(update={"digest": self.digest(), "seal": self._records.seal()}))
         self.close()

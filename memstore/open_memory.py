@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from memstore.errors import DamagedMemoryError, FormatError, StoreError
+from memstore.errors import MEND, DamagedMemoryError, FormatError, StoreError
 from memstore.interfaces import RecordReader
 from memstore.manifest import PartSpec
-from memstore.values import CHECKSUM, block_key, checksum, is_value, prefix_key
+from memstore.values import CHECKSUM, block_key, checksum, describe, is_value, prefix_key
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
 
 Verify = Literal["open", "lazy", "anew", "off"]
-MEND = "Run `memstore verify --repair`, or remove the memory and encode the document again."
 
 _checked: dict[tuple[str, str], set[bytes]] = {}  # values that this process has verified, by store and memory
 
@@ -90,7 +89,7 @@ class OpenMemory:
         """A record's bytes, verified now. Raises DamagedMemoryError."""
         view = self._get(key)
         if checksum(view) != self.checksum(key):
-            raise self._damaged(f"the bytes of {key!r} differ from those written")
+            raise self._damaged(f"the bytes of {describe(key)} differ from those written")
         return view
 
     def checksum(self, key: bytes) -> memoryview:

@@ -5,6 +5,7 @@ from the memory. What is rebuilt is made beside what is there, and takes its pla
 from __future__ import annotations
 
 import logging
+import shlex
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import RecordStore
 from memstore.manifest import Manifest
 from memstore.memory import Memory
-from memstore.values import CHECKSUM, TEXT, TOKEN_IDS, checksum
+from memstore.values import CHECKSUM, TEXT, TOKEN_IDS, checksum, describe
 from memstore.verify import VerifyResult, verified
 
 if TYPE_CHECKING:
@@ -122,11 +123,13 @@ def _source(memory: Memory, model: Any, tokenizer: Any) -> tuple[dict[str, Any],
     """What to encode, or why there is nothing."""
     manifest = memory.manifest
     if not manifest.has_text and not manifest.has_ids:
-        return {}, "It cannot be rebuilt: its document, which was no text, is not kept. Encode it again."
+        what = "because its document, which was no text, is not kept"
+        return {}, f"It cannot be rebuilt, {what}: remove the memory and encode its document again."
     key = TEXT if manifest.has_text else TOKEN_IDS
     value = memory.store.records.salvage(manifest.id, key)
     if value is None or checksum(value) != memory.store.records.salvage(manifest.id, CHECKSUM + key):
-        return {}, "It cannot be rebuilt: the text is damaged too. Remove it and encode the document again."
+        what = f"because {describe(key)} cannot be read either"
+        return {}, f"It cannot be rebuilt, {what}: {_way_out(memory)}"
     if model is None:
         return {}, (
             f"Its text is whole: `memstore verify --repair --model MODEL` reads it anew with the "
@@ -135,6 +138,17 @@ def _source(memory: Memory, model: Any, tokenizer: Any) -> tuple[dict[str, Any],
     if manifest.has_text:
         return {"tokenizer": tokenizer, "text": value.decode()}, None
     return {"input_ids": np.frombuffer(value, "<i4").copy()}, None
+
+
+def _way_out(memory: Memory) -> str:
+    """What to do about a memory of which nothing is left to rebuild it from, by what it remembers of its file."""
+    name, source, folder = memory.name, memory.metadata.get("source"), memory.metadata.get("folder")
+    if not isinstance(source, str):
+        return "remove the memory and encode its document again."
+    command = ["index", source, *([] if Path(source).stem == name else ["--name", name])]
+    if isinstance(folder, str):
+        command = ["sync", folder]
+    return f"remove the memory, and `{shlex.join(['memstore', *command])}` reads {source} again."
 
 
 def _what_differs(memory: Memory, model: Any, tokenizer: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from memstore.errors import (
     StoreError,
     StoreInUseError,
 )
+from memstore.files import reason
 from memstore.index_record import IndexRecord, all_records
 from memstore.interfaces import Mode, RecordReader, RecordStore
 from memstore.manifest import Manifest
@@ -52,7 +53,7 @@ def open(path: str | os.PathLike[str], mode: Mode = "a", *, records: str) -> Mem
     try:
         resolved = Path(path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no possible path
-        raise StoreError(f"{str(path)!r} cannot be the path of a store: {error}.") from error
+        raise StoreError(f"{str(path)!r} cannot be the path of a store: {reason(error)}.") from error
     return MemoryStore(resolved, mode, records)
 
 
@@ -123,6 +124,17 @@ class MemoryStore:
         wanted = _predicate(where)
         named = (memory for memory in self.memories() if pattern is None or fnmatchcase(memory.name, pattern))
         return [memory for memory in named if wanted(memory.metadata)]
+
+    def matching(self, name: str) -> list[Memory]:
+        """The memory of this name; where there is none, those whose names fit it as a pattern, sorted by name.
+
+        Raises MemoryNotFoundError where nothing fits, DamagedMemoryError, FormatError.
+        """
+        if name in self:
+            return [self[name]]
+        if found := self.select(name):
+            return found
+        raise self._not_found(name, as_pattern=any(wildcard in name for wildcard in "*?["))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -254,7 +266,8 @@ class MemoryStore:
     def verify(
         self, name: str | None = None, *, repair: bool = False, model: Any = None, tokenizer: Any = None
     ) -> list[VerifyResult]:
-        """Check every byte of one memory, or of all: in another process, which damage may crash, if one can see them.
+        """Check every record of one memory, of those whose names fit a pattern, or of all: in another process, which
+        damage may crash, if one can see them.
 
         ``repair``: rebuild damaged indexes, and damaged memories whose text is whole, with the model that wrote them,
         and its tokenizer. What is there is given up only once what replaces it is whole. A catalog that cannot be read
@@ -323,17 +336,31 @@ class MemoryStore:
             raise self._not_found(name)
         return value
 
-    def _not_found(self, name: object) -> MemoryNotFoundError:
+    def _not_found(self, name: object, as_pattern: bool = False) -> MemoryNotFoundError:
+        begun: list[str] = []
+        close: list[str] = []
         try:
+            unfinished = [manifest.name for manifest in self.unfinished()]
+            begun = [each for each in unfinished if each == name or (as_pattern and fnmatchcase(each, str(name)))]
             close = difflib.get_close_matches(str(name), self.names(), n=1)
         except MemstoreError:  # another record is damaged, which is not what was asked
-            close = []
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return MemoryNotFoundError(f"The store {self.path} holds no memory named {name!r}.{hint}")
+            pass
+        fitting = ", and none whose name fits it as a pattern" if as_pattern else ""
+        hint = told_unfinished(begun) if begun else f"Did you mean {close[0]!r}?" if close else ""
+        kind = "complete memory" if begun else "memory"
+        return MemoryNotFoundError(f"The store {self.path} holds no {kind} named {name!r}{fitting}. {hint}".rstrip())
 
     def check_writable(self) -> None:
         """Raises ReadOnlyStoreError for a store that was opened with ``mode="r"``."""
         self.records.check_writable()
+
+
+def told_unfinished(names: Iterable[str]) -> str:
+    """What there is to know of memories that are not complete."""
+    return (
+        f"Unfinished: {', '.join(names)}. The command that began one goes on with it where it was interrupted; "
+        "`memstore remove` gives it up."
+    )
 
 
 def _predicate(where: Where | None) -> Callable[[dict[str, Any]], bool]:

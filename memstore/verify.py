@@ -1,4 +1,4 @@
-"""Check every byte of a store's memories in another process, because a failing disk may end the process that reads it.
+"""Check every record of a store's memories in another process: a failing disk may end the process that reads it.
 
 python -m memstore.verify STORE RECORDS < ids     writes one JSON line {"id", "problems", "indexes"} per memory
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.errors import DamagedMemoryError, FormatError, MemstoreError, StoreError
+from memstore.errors import MEND, DamagedMemoryError, FormatError, MemstoreError, StoreError
 from memstore.index_files import damaged_indexes
 from memstore.memory_writer import content_digest, expected_keys
-from memstore.values import OFFSETS, TEXT, TOKEN_IDS
+from memstore.values import describe
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -63,7 +63,7 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
     while True:
         memories: list[Memory] = []
         unreadable: list[tuple[Memory, VerifyResult]] = []
-        for memory in store.memories() if name is None else [store[name]]:
+        for memory in store.memories() if name is None else store.matching(name):
             try:
                 memory.manifest  # noqa: B018
                 memories.append(memory)
@@ -76,7 +76,7 @@ def verified(store: MemoryStore, name: str | None) -> list[tuple[Memory, VerifyR
             found.update({memory.manifest.id: (check(memory), {}) for memory in waiting})
             continue
         ids = [memory.manifest.id for memory in waiting]
-        logger.info("checking every byte of %d memories of %s", len(ids), store.path)
+        logger.info("checking every record of %d memories of %s", len(ids), store.path)
         answers, how_it_ended = _run(store, ids)
         found.update(answers)
         if how_it_ended and len(answers) < len(ids):  # it ended while it read the first one it did not answer for
@@ -126,17 +126,8 @@ def check(memory: Memory) -> list[str]:
                 problems.append("Its records are not those it was completed with.")
             return problems
     except StoreError as error:
-        return [str(error)]
-
-
-def describe(key: bytes) -> str:
-    """What a record holds, in words."""
-    words = {TEXT: "the text", TOKEN_IDS: "the token ids", OFFSETS: "the offsets"}
-    if key in words:
-        return words[key]
-    part = key[5:] if key[:1] == b"b" else key[1:]
-    name = repr(part.decode("utf-8", "replace"))
-    return f"block {int.from_bytes(key[1:5], 'big')} of {name}" if key[:1] == b"b" else f"the prefix of {name}"
+        # Whose problem it is, and what to do, is told with all that is damaged.
+        return [str(error).removeprefix(f"Memory {memory.name!r}: ").removesuffix(MEND).rstrip()]
 
 
 def _main() -> None:

@@ -97,7 +97,7 @@ def test_a_damaged_memory_is_noticed_on_entering(library, model):
         at = whole.find(opened.block(part, 0).numpy().tobytes())
     whole[at + 100] ^= 1
     data.write_bytes(whole)
-    with pytest.raises(DamagedMemoryError, match="encode the document again"), memstore.attach(model, memory):
+    with pytest.raises(DamagedMemoryError, match="read its document again"), memstore.attach(model, memory):
         run(model)
     assert traces(model) == before and torch.equal(run(model), expected)
 

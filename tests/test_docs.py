@@ -17,8 +17,10 @@ import torch
 import transformers
 import typer.main
 from transformers import BartConfig, BartForConditionalGeneration
+from typer.testing import CliRunner
 
-from memstore import config, errors, registry
+import memstore
+from memstore import config, errors, models, registry
 from memstore.cli import app
 from tests import nested, tiny
 
@@ -92,6 +94,40 @@ def test_python_examples_run(
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for line, code in blocks(document, "python"):
         exec(compile("\n" * line + code, str(document), "exec"), namespace)
+
+
+EXAMPLES = [code for _, code in blocks(ROOT / "README.md", "python")]
+
+
+@pytest.mark.parametrize("nth", range(1, len(EXAMPLES)))
+def test_examples_of_the_readme_go_on_from_the_first_one(
+    nth: int, tiny_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("esther.txt").write_text("And it came to pass that Esther was a queen of that land.\n" * 30)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for code in (EXAMPLES[0], EXAMPLES[nth]):
+        exec(compile(code, "README.md", "exec"), namespace)
+
+
+def test_the_command_lines_of_the_readme_work_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_directory: Path
+) -> None:
+    """But for the demo, which has tests of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "load", lambda name, dtype: (tiny.llama(), tiny.tokenizer()))
+    Path("books").mkdir()
+    for name in ("esther", "ruth", "books/tobit"):
+        Path(f"{name}.txt").write_text(f"And it came to pass that {name} was of that land.\n" * 30)
+    (code,) = [code for _, code in blocks(ROOT / "README.md", "sh") if "memstore index" in code]
+    lines = [shlex.split(line, comments=True) for line in code.replace("\\\n", " ").splitlines()]
+    assert len(lines) > 10 and {words[0] for words in lines} == {"memstore"}
+    for words in lines:
+        if words[1:] != ["demo"]:
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, (words, result.output)
+    with memstore.open("shelf", "r") as store, memstore.open("another", "r") as other:
+        assert (store.names(), other.names()) == (["esther", "tobit"], ["esther"])
 
 
 def test_the_bar_that_is_shown_follows_the_progress() -> None:

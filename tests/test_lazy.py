@@ -69,7 +69,7 @@ def test_every_step_refuses_a_damaged_memory(library, model, monkeypatch):
     before = run(model)
     with memstore.attach(model, memory, top_k="all"):
         for _ in range(2):
-            with pytest.raises(DamagedMemoryError, match="encode the document again"):
+            with pytest.raises(DamagedMemoryError, match="read its document again"):
                 run(model)
     assert torch.equal(run(model), before)
 
@@ -77,7 +77,10 @@ def test_every_step_refuses_a_damaged_memory(library, model, monkeypatch):
 def test_a_damaged_memory_is_refused_where_the_decoder_is_called_by_itself(library, model, monkeypatch):
     memory = damaged(library, model, monkeypatch)
     states = model.get_encoder()(tokens(5)[None]).last_hidden_state
-    with memstore.attach(model, memory, top_k="all"), pytest.raises(DamagedMemoryError, match="encode the document"):
+    with (
+        memstore.attach(model, memory, top_k="all"),
+        pytest.raises(DamagedMemoryError, match="read its document again"),
+    ):
         model.get_decoder()(tokens(3)[None], encoder_hidden_states=states)
 
 
@@ -97,7 +100,7 @@ def test_a_damaged_memory_that_is_added_is_refused(library, model, monkeypatch, 
     with memstore.attach(model, first, **options) as attached:
         expected = run(model)
         attached.add(kept)
-        with pytest.raises(DamagedMemoryError, match="encode the document again"):
+        with pytest.raises(DamagedMemoryError, match="read its document again"):
             run(model)
         attached.remove(kept)
         assert torch.equal(run(model), expected)
@@ -106,7 +109,7 @@ def test_a_damaged_memory_that_is_added_is_refused(library, model, monkeypatch, 
 def test_no_index_is_built_of_a_damaged_memory(library, model, monkeypatch):
     memory = damaged(library, model, monkeypatch)
     attachment = memstore.attach(model, memory, top_k=5, index="faiss-flat")
-    with pytest.raises(DamagedMemoryError, match="encode the document again"), attachment:
+    with pytest.raises(DamagedMemoryError, match="read its document again"), attachment:
         pass
     assert library.indexes(memory.name) == []
 

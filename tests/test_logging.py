@@ -153,7 +153,8 @@ def test_what_a_folder_holds_is_logged(library, llama, tokenizer, said, tmp_path
     (tmp_path / "gone.txt").unlink()
     said()
     syncing.compare(library, syncing.Folder(str(tmp_path)))
-    left, counts = said()
+    passed, left, counts = said()
+    assert passed.startswith(f"{tmp_path}: passed over ")  # the files of the store, which lies in it
     assert left.startswith(f"{tmp_path / 'other.txt'} is left as it is: ")
     assert counts == f"{tmp_path}: 1 added, 0 changed, 1 unchanged, 1 removed, 1 failed"
 
@@ -166,7 +167,7 @@ def test_damage_is_logged(library, said):
     said()
     (result,) = library.verify()
     assert said() == [
-        f"checking every byte of 1 memories of {library.path}",
+        f"checking every record of 1 memories of {library.path}",
         f"memory 'esther': {result.problems[0]}",
     ]
 

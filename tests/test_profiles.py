@@ -122,6 +122,11 @@ def test_a_profile_that_does_not_exist(project: Path, user_directory: Path, name
     ("text", "message"),
     [
         ("profile = 'gpu'", "profile = 'gpu': no plugins.toml defines a profile. Define it as [profiles.gpu.index]."),
+        (
+            "profile = 'a b'",
+            "profile = 'a b': no plugins.toml defines a profile. Define it as [profiles.\"a b\".index].",
+        ),
+        ("profiles.big = 'x'", "profiles.big = 'x': must be a table of settings, as [profiles.big.index]."),
         ("[profile.gpu.index]", "profile = {'gpu': {'index': {}}}: must be the name of a profile. Profiles are def"),
         ("profile = ['gpu']", "profile = ['gpu']: must be the name of a profile. Profiles are defined as [profiles"),
         ("profiles = 3", "profiles = 3: must be a table of profiles, as [profiles.gpu.index]."),

@@ -20,6 +20,7 @@ from memstore.errors import (
     StoreNotFoundError,
 )
 from memstore.interfaces import Buffer, Lock, Mode, RecordReader, RecordStore, RecordWriter
+from memstore.values import describe
 
 ALIGNMENT = 16
 
@@ -216,7 +217,7 @@ class _Reader(RecordReader):
     def get(self, key: bytes) -> memoryview:
         records = self._opened()
         if key not in records:
-            raise DamagedMemoryError(f"Memory {self._memory_id} lacks the record {key!r}.")
+            raise DamagedMemoryError(f"Memory {self._memory_id} lacks {describe(key)}.")
         return records[key]
 
     def keys(self) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import lmdb
 
 from memstore.errors import DamagedMemoryError, FormatError, ReadOnlyStoreError, StoreError, StoreFullError
-from memstore.files import FULL
+from memstore.files import FULL, reason
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -29,14 +29,19 @@ def translated(path: Path) -> Iterator[None]:
         raise DamagedMemoryError(f"{path} is damaged ({error}). Restore it from a copy, or remove it.") from error
     except (lmdb.Error, OSError) as error:
         code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
+        named = getattr(error, "filename", None)
+        place = os.fsdecode(named) if isinstance(named, str | bytes) and named else path
         if code in FULL or (code == errno.EIO and _is_full(path)):
             message = f"The disk that holds {path} is full. Free some space and repeat; nothing complete is lost."
             raise StoreFullError(message) from error
-        if code in _READ_ONLY and _is_closed(Path(getattr(error, "filename", None) or path)):
-            raise StoreError(f"{path} cannot be read ({error}). Ask its owner for the permission.") from error
+        if code in _READ_ONLY and _is_closed(Path(place)):
+            raise StoreError(f"{place} cannot be read: {reason(error)}. Ask its owner for the permission.") from error
         if code in _READ_ONLY or isinstance(error, lmdb.ReadonlyError):
-            raise ReadOnlyStoreError(f'{path} cannot be written ({error}). Open the store with mode="r".') from error
-        raise StoreError(f"{path}: {error}") from error
+            raise ReadOnlyStoreError(
+                f'{place} cannot be written: {reason(error)}. The store can be read (mode="r"); to write, ask its '
+                "owner for the permission, or copy it."
+            ) from error
+        raise StoreError(f"{place}: {reason(error)}") from error
 
 
 def _is_full(path: Path) -> bool:

@@ -30,6 +30,7 @@ import filelock
 import lmdb
 
 from memstore.errors import (
+    MEND,
     DamagedMemoryError,
     StoreBusyError,
     StoreError,
@@ -38,6 +39,7 @@ from memstore.errors import (
 )
 from memstore.files import sync
 from memstore.interfaces import Buffer, Lock, Mode, Options, RecordReader, RecordStore, RecordWriter
+from memstore.values import describe
 from memstore_backends import mounts
 from memstore_backends.lmdb_catalog import Catalog
 from memstore_backends.lmdb_errors import translated
@@ -66,7 +68,10 @@ class LmdbRecords(RecordStore):
                 raise StoreError(f"{path} is no folder, and so no store. Choose another path.")
             if not data.is_file():
                 if mode == "r":
-                    raise StoreNotFoundError(f'There is no store at {path}. Check the path, or open it with mode="a".')
+                    raise StoreNotFoundError(
+                        f"There is no store at {path}. Check the path; `memstore index` and memstore.open(…, "
+                        'mode="a") create one.'
+                    )
                 if path.exists() and not {entry.name for entry in path.iterdir()} <= _OWN_FOLDERS:
                     raise StoreError(f"{path} is a folder with other files in it, no store. Choose another path.")
             if mode == "a":
@@ -270,7 +275,7 @@ class _Reader(RecordReader):
         if self._map is None:
             raise StoreError(f"{self._data} is no longer open for reading.")
         if key not in self._values:
-            raise _damaged(self._data, f"it lacks the record {key!r}")
+            raise _damaged(self._data, f"it lacks {describe(key)}")
         start, size = self._values[key]
         if start + size > self._map.size():  # cut since it was opened: touching what is gone would end the process
             raise _damaged(self._data, f"it has been cut to {self._map.size()} bytes")
@@ -317,7 +322,4 @@ def _file(path: Path) -> Iterator[int]:
 
 
 def _damaged(data: Path, what: str) -> DamagedMemoryError:
-    return DamagedMemoryError(
-        f"{data} is damaged: {what}. Run `memstore verify --repair`, or remove the memory and encode its document "
-        "again."
-    )
+    return DamagedMemoryError(f"{data} is damaged: {what}. {MEND}")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from memstore.interfaces import Mode
-    from memstore.memory import Memory
     from memstore.store import MemoryStore
 
 P = ParamSpec("P")
@@ -161,11 +160,6 @@ def store_place(path: Path | None) -> tuple[Path, str]:
             "`memstore config show --origin` tells where this one was named."
         )
     return (path or configured.settings.store.path).resolve(), records
-
-
-def matching(store: MemoryStore, name: str) -> list[Memory]:
-    """The memory of this name; where there is none, those whose names fit it as a pattern, sorted."""
-    return [store[name]] if name in store else store.select(name)
 
 
 def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

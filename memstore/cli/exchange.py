@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memstore.cli.common import JsonOption, StoreOption, collected, err, matching, open_store, out, size, write_json
+from memstore.cli.common import JsonOption, StoreOption, collected, err, open_store, out, size, write_json
+
+if TYPE_CHECKING:
+    from memstore.memory import Memory
 
 
 def export(
@@ -28,7 +31,11 @@ def export(
     done: list[dict[str, str]] = []
     failed: list[dict[str, str]] = []
     with open_store(store, "r") as opened:
-        for memory in {each.name: each for name in names for each in matching(opened, name) or [opened[name]]}.values():
+        memories: dict[str, Memory] = {}
+        for name in names:
+            with collected(failed, name=name):
+                memories |= {memory.name: memory for memory in opened.matching(name)}
+        for memory in memories.values():
             with collected(failed, name=memory.name):
                 with err.status(f"Exporting {memory.name} …"):
                     path = export_memory(memory, folder)
@@ -56,13 +63,17 @@ def import_memories(
     failed: list[dict[str, str]] = []
     found = exported(folder)  # a wrong path must not leave an empty store
     with open_store(store, "a") as opened:
+        there = set(opened.names())
         for path in found:
             with collected(failed, folder=str(path)):
                 with err.status(f"Importing {path} …"):
                     memory = import_memory(opened, path)
-                done.append({"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes})
+                facts = {"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes}
+                done.append({**facts, "already": memory.name in there})
                 if not as_json:
-                    out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}", soft_wrap=True)
+                    how = ", is there already" if memory.name in there else ""
+                    words = f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}{how}"
+                    out.print(words, soft_wrap=True)
     if as_json:
         write_json({"imported": done, "failed": failed})
     if failed:

@@ -16,12 +16,11 @@ from memstore.cli.common import (
     ModelOption,
     StoreOption,
     load_model,
-    matching,
     open_store,
     out,
     write_json,
 )
-from memstore.errors import AttachError, MemoryNotFoundError
+from memstore.errors import AttachError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,12 +140,7 @@ def _chosen(store: MemoryStore, names: Iterable[str]) -> list[Memory]:
     """The memories of these names and patterns, each once. Raises MemoryNotFoundError for one that fits none."""
     found: dict[str, Memory] = {}
     for name in names:
-        memories = matching(store, name)
-        if not memories:
-            raise MemoryNotFoundError(
-                f"The store {store.path} holds no memory named {name!r}, and none whose name fits it as a pattern."
-            )
-        found |= {memory.name: memory for memory in memories if memory.name not in found}
+        found |= {memory.name: memory for memory in store.matching(name) if memory.name not in found}
     return list(found.values())
 
 

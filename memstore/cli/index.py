@@ -53,7 +53,8 @@ def index(
         typer.Argument(
             metavar="FILE…",
             help="Text files (UTF-8), folders, or - for standard input. A file is named by its name without suffix. "
-            f"In a folder every {', '.join(documents.SUFFIXES)} file is read, named by its path without suffix.",
+            f"In a folder every {', '.join(documents.SUFFIXES)} file is read, named by its path without suffix; other "
+            "files, hidden ones and folders, and links to folders are passed over.",
             show_default=False,
         ),
     ],
@@ -93,17 +94,20 @@ def index(
                 reader = (*load_model(model, dtype), stack.enter_context(open_store(store, "a")))
             loaded, tokenizer, opened = reader
             try:
+                before = opened.get(document.name)
                 with ReadingProgress(document.name) as progress:
                     update = refresh(opened, loaded, tokenizer, document, text, dtype=stored_as, progress=progress)
             except MemstoreError as error:
                 fail(document, error)
                 continue
             memory = update.memory
+            unchanged = before is not None and before.manifest.id == memory.manifest.id
             facts = {"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes}
-            indexed.append({**facts, "windows": update.num_windows, "reused": update.num_reused})
+            counts = {"windows": update.num_windows, "reused": update.num_reused}
+            indexed.append({**facts, **counts, "unchanged": unchanged})
             if not as_json:
-                words = f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}{reused(update)}"
-                out.print(words, soft_wrap=True)
+                how = ", unchanged" if unchanged else reused(update)
+                out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}{how}", soft_wrap=True)
     if as_json:
         write_json({"indexed": indexed, "failed": failed})
     if failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from contextlib import suppress
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from memstore import config
+from memstore import catalog, config
 from memstore.auto import choose
 from memstore.cli.common import (
     DtypeOption,
@@ -21,7 +22,6 @@ from memstore.cli.common import (
     collected,
     complain,
     load_model,
-    matching,
     note_that,
     open_store,
     out,
@@ -29,10 +29,13 @@ from memstore.cli.common import (
     store_place,
     write_json,
 )
+from memstore.errors import MemoryNotFoundError
+from memstore.store import told_unfinished
 
 if TYPE_CHECKING:
     from memstore.index_record import IndexRecord
     from memstore.memory import Memory
+    from memstore.store import MemoryStore
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A memory of the store.", show_default=False)]
 
@@ -47,7 +50,9 @@ def list_memories(
 ) -> None:
     """List the memories of a store, all or those whose names fit a pattern."""
     with open_store(store, "r") as opened:
-        chosen = opened.memories() if pattern is None else matching(opened, pattern)
+        chosen: list[Memory] = []
+        with suppress(MemoryNotFoundError):
+            chosen = opened.memories() if pattern is None else opened.matching(pattern)
         memories = [_facts(memory) for memory in chosen]
         unfinished = [each.name for each in opened.unfinished() if pattern is None or _fits(each.name, pattern)]
     if as_json:
@@ -64,10 +69,7 @@ def list_memories(
     empty = "The store is empty." if pattern is None else f"No memory's name fits {pattern!r}."
     out.print(table if memories else empty, soft_wrap=not memories)
     if unfinished:
-        note_that(
-            f"Unfinished: {', '.join(unfinished)}. The command that began one goes on with it where it was "
-            "interrupted; `memstore remove` gives it up."
-        )
+        note_that(told_unfinished(unfinished))
 
 
 def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -76,6 +78,7 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
         memory = opened[name]
         manifest, indexes = memory.manifest, opened.indexes(name)
         facts = _facts(memory) | {
+            "id": manifest.id,
             "adapter": manifest.adapter,
             "window": manifest.rule.window,
             "overlap": manifest.rule.overlap,
@@ -109,7 +112,15 @@ def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = Fa
 
 
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Memories of the store.", show_default=False)],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME…",
+            help="Memories of the store, unfinished ones too, or patterns such as 'gospel-*'. The name of a memory "
+            "is no pattern.",
+            show_default=False,
+        ),
+    ],
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -119,12 +130,21 @@ def remove(
     with open_store(store, "r"):
         pass  # mode "a" alone would create a store where a mistyped path leads
     with open_store(store, "a") as opened:
+
+        def give_up(name: str) -> None:
+            del opened[name]
+            removed.append(name)
+            if not as_json:
+                out.print(f"Removed {name}.", soft_wrap=True)
+
         for name in names:
             with collected(failed, name=name):
-                del opened[name]
-                removed.append(name)
-                if not as_json:
-                    out.print(f"Removed {name}.", soft_wrap=True)
+                try:
+                    give_up(name)
+                except MemoryNotFoundError:
+                    for fitting in _fitting(opened, name):
+                        with collected(failed, name=fitting):
+                            give_up(fitting)
     if as_json:
         write_json({"removed": removed, "failed": failed})
     if failed:
@@ -133,7 +153,10 @@ def remove(
 
 def verify(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A memory; by default all.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="A memory, or a pattern such as 'gospel-*'; by default all.", show_default=False
+        ),
     ] = None,
     store: StoreOption = None,
     repair: Annotated[
@@ -149,13 +172,16 @@ def verify(
     dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
 ) -> None:
-    """Check every byte of one memory or of all. Exit status 1 if any is damaged."""
+    """Check every record of one memory, of several or of all. Exit status 1 if any is damaged."""
     if model is not None and not repair:
         raise typer.BadParameter("is for --repair.", param_hint="--model")
     mended = _mended(store) if repair else []
     with open_store(store, "a" if repair else "r") as opened:
         loaded, tokenizer = (None, None) if model is None else load_model(model, dtype)
         results = opened.verify(name, repair=repair, model=loaded, tokenizer=tokenizer)
+        strays = (
+            [] if name is not None else [str(opened.records.folder(each)) for each in catalog.strays(opened.records)]
+        )
     for result in results:
         for note in result.notes:
             note_that(f"{result.name}: {note}")
@@ -163,11 +189,23 @@ def verify(
             complain(f"{result.name} is damaged: {' '.join(result.problems)}")
         elif not as_json:
             out.print(" ".join([f"{result.name} is intact.", *result.repaired]), soft_wrap=True)
-    if not results and not as_json:
+    for folder in strays:
+        note_that(
+            f"{folder} belongs to no memory that the catalog names: its record is lost. Encode the document again; "
+            "then the folder may be deleted by hand."
+        )
+    if not results and not strays and not as_json:
         out.print("The store is empty.")
     if as_json:
-        write_json({"memories": [dataclasses.asdict(result) for result in results], "mended": mended})
-    if not all(result.ok for result in results):
+        facts = [dataclasses.asdict(result) for result in results]
+        write_json({"memories": facts, "mended": mended, "strays": strays})
+    whole = all(result.ok for result in results)
+    if strays or not whole:
+        if not whole and not repair:
+            note_that(
+                "`memstore verify --repair` rebuilds what can be rebuilt; with --model MODEL, the one that wrote it, "
+                "damaged vectors too."
+            )
         raise typer.Exit(1)
 
 
@@ -182,6 +220,12 @@ def _mended(store: Path | None) -> list[str]:
     with open_store(store, "r"):
         pass  # mode "a" alone would create a store where a mistyped path leads
     return done
+
+
+def _fitting(store: MemoryStore, name: str) -> list[str]:
+    """The names of the memories, unfinished ones too, that fit a pattern. Raises MemoryNotFoundError if none does."""
+    held = {*store.names(), *(manifest.name for manifest in store.unfinished())}
+    return sorted(each for each in held if fnmatchcase(each, name)) or [each.name for each in store.matching(name)]
 
 
 def _fits(name: str, pattern: str) -> bool:

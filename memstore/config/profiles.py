@@ -38,7 +38,12 @@ def stack(files: Sequence[Layer], above: Sequence[Layer]) -> Stack:
     return Stack([*map(_settings, files), *on, *map(_settings, above)], others, profile)
 
 
-_EXAMPLE = "[profiles.gpu.index]"
+def _table(name: str) -> str:
+    """What a profile may begin with."""
+    return f"[{dotted(('profiles', name, 'index'))}]"
+
+
+_EXAMPLE = _table("gpu")
 
 
 def _profiles(file: Layer) -> Iterator[Layer]:
@@ -48,7 +53,7 @@ def _profiles(file: Layer) -> Iterator[Layer]:
     for name, table in profiles.items():
         if not isinstance(table, dict):
             key = dotted(("profiles", name))
-            raise ConfigError(f"{place}: {key} = {shown(table)}: must be a table of settings, as {_EXAMPLE}.")
+            raise ConfigError(f"{place}: {key} = {shown(table)}: must be a table of settings, as {_table(name)}.")
         yield Layer(Origin(place, name), table)
 
 
@@ -66,7 +71,7 @@ def _check(profile: Leaf, profiles: Sequence[Layer]) -> None:
     if not isinstance(profile.value, str):
         raise ConfigError(f"{what}: must be the name of a profile. Profiles are defined as {_EXAMPLE}.")
     if not places:
-        raise ConfigError(f"{what}: no plugins.toml defines a profile. Define it as {_EXAMPLE}.")
+        raise ConfigError(f"{what}: no plugins.toml defines a profile. Define it as {_table(profile.value)}.")
     defined = ", ".join(f"{name!r} (in {' and '.join(files)})" for name, files in places.items())
     close = closest(profile.value, places)
     raise ConfigError(f"{what}: there is no such profile{'; ' if close else '.'}{close} Defined: {defined}.")

@@ -19,10 +19,27 @@ def test_memories_go_from_store_to_store(run: Run, library: Path, tmp_path: Path
     result = run("import", out, "--store", other)
     assert result.exit_code == 0, result.stderr
     assert sorted(line.split(":")[0] for line in result.stdout.splitlines()) == ["genesis", "ruth[1]"]
+    again = run("import", out, "--store", other).stdout.splitlines()
+    assert sorted(again) == sorted(f"{line}, is there already" for line in result.stdout.splitlines())
+    assert [
+        each["already"] for each in json.loads(run("import", out, "--store", other, "--json").stdout)["imported"]
+    ] == [
+        True,
+        True,
+    ]
     with memstore.open(other, "r") as store, memstore.open(library, "r") as before:
         assert store.names() == ["genesis", "ruth[1]"] and store["genesis"].text == GENESIS
         assert store["genesis"].manifest.digest == before["genesis"].manifest.digest
         assert all(result.ok for result in store.verify())
+
+
+def test_what_fits_nothing_does_not_keep_the_others(run: Run, library: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("export", "gospel-*", "genesis", "exodus", "gen*", out, "--store", library, "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, [each["name"] for each in document["exported"]]) == (1, ["genesis"])
+    assert [each["name"] for each in document["failed"]] == ["gospel-*", "exodus"]
+    assert (out / folder_name("genesis") / "manifest.json").is_file()
 
 
 def test_json_is_one_document(run: Run, library: Path, tmp_path: Path) -> None:
@@ -45,6 +62,7 @@ def test_what_is_not_there_is_an_error_and_leaves_nothing(run: Run, library: Pat
     for folder in (tmp_path / "nowhere", library, tmp_path / "file"):
         result = run("import", folder, "--store", tmp_path / "other")
         assert result.exit_code == 1 and str(folder) in result.stderr.replace("\n", "")
+        assert "Errno" not in result.stderr and "Name the folder that `memstore export` wrote to" in result.stderr
     assert run("export", "*", tmp_path / "file", "--store", library).exit_code == 1
     assert run("export", "genesis").exit_code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "library"]

@@ -63,6 +63,8 @@ def test_a_pattern_stands_for_the_memories_it_fits(run: Run, library: Path, mode
     assert json.loads(run("generate", *arguments).stdout)["memories"] == ["ruth[1]", "genesis"]
     result = run("generate", "--model", "/no/model", "--store", library, "--memory", "gospel-*", "Who?")
     assert result.exit_code == 1 and "no memory named 'gospel-*', and none whose name fits" in result.stderr
+    result = run("generate", "--model", "/no/model", "--store", library, "--memory", "genesys", "Who?")
+    assert result.exit_code == 1 and "no memory named 'genesys'. Did you mean 'genesis'?" in result.stderr
 
 
 def test_explain_shows_the_passages_that_were_read(run: Run, library: Path, model: Path) -> None:

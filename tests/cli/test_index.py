@@ -85,7 +85,9 @@ def test_a_changed_file_is_read_again_and_the_same_again_is_not(
     (facts,) = json.loads(run(*command, "--json").stdout)["indexed"]
     assert facts["num_tokens"] == 12_008 and 0 < facts["reused"] < facts["windows"]
     result = run(*command)
-    assert f"{facts['windows']} of {facts['windows']} windows reused" in result.stdout and "read" not in result.stderr
+    assert result.stdout.endswith(", unchanged\n") and result.stdout.count("\n") == 1 and "read" not in result.stderr
+    (again,) = json.loads(run(*command, "--json").stdout)["indexed"]
+    assert again == {**facts, "reused": facts["windows"], "unchanged": True} and not facts["unchanged"]
     with memstore.open(tmp_path / "store", "r") as store:
         assert store["genesis"].text == long[:6000] + "inserted" + long[6000:]
         assert store["genesis"].metadata == {"source": str(folder / "genesis.txt")}
@@ -123,7 +125,9 @@ def test_documents_of_one_name_are_refused_before_the_model_is_loaded(run: Run, 
     (folder / "genesis.md").write_text("another")
     result = run("index", folder, "--model", "/no/model")
     assert result.exit_code == 1
-    assert "would both be named 'genesis'" in result.stderr
+    assert "would both be named 'genesis'. Rename one of them, or index them one by one, each with --name." in (
+        result.stderr
+    )
 
 
 def test_a_folder_without_text_files_is_an_error(run: Run, tmp_path: Path) -> None:
@@ -157,6 +161,34 @@ def test_what_must_not_be_read_is_an_error_and_not_left_out(run: Run, folder: Pa
             assert "cannot be read: Permission denied." in result.stderr
     finally:
         (folder / "letters").chmod(0o755)
+
+
+def test_what_of_a_folder_is_passed_over_is_counted(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "memstore")
+    (folder / "letters" / ".first.md.swp").write_text("")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    assert [document.name for document in documents.find([str(folder)])] == ["genesis", "letters/first"]
+    # picture.png and .first.md.swp; .hidden and link
+    passed = "2 files that are hidden or have other suffixes, and 2 folders that are hidden or links"
+    assert caplog.messages == [f"{folder}: passed over {passed}"]
+    caplog.clear()
+    documents.find([str(folder / "genesis.txt")])
+    (folder / "letters" / ".first.md.swp").unlink()
+    documents.find([str(folder / "letters")])
+    assert caplog.messages == []
+
+
+def test_the_dtype_is_what_differs_in_a_memory_that_is_kept_otherwise(
+    run: Run, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    common = (folder / "genesis.txt", "--model", model, "--store", tmp_path / "store")
+    assert run("index", *common).exit_code == 0
+    result = run("index", *common, "--stored-as", "int8")
+    assert result.exit_code == 1
+    assert "it differs in dtype (stored as float32, not int8). Remove it first" in result.stderr
 
 
 def test_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,22 @@ def test_what_is_unfinished_is_listed(run: Run, tmp_path: Path) -> None:
     assert "Unfinished" not in run("list", "--store", tmp_path / "store").stderr
 
 
+@pytest.mark.parametrize("name", ["ruth", "r*"])
+def test_what_is_unfinished_is_told_where_it_is_asked_for(run: Run, tmp_path: Path, name: str) -> None:
+    with memstore.open(tmp_path) as store:
+        making.write(store)
+        store.create(making.manifest("ruth"), making.document()).close()
+    commands: list[tuple[str, ...]] = [("verify", name), ("export", name, str(tmp_path / "out"))]
+    commands += [("generate", "--model", "/no/model", "--memory", name, "Who?")]
+    commands += [] if name == "r*" else [("show", name), ("reindex", name), ("check", name, "--model", "/no/model")]
+    for command in commands:
+        result = run(*command, "--store", tmp_path)
+        assert result.exit_code == 1 and f"no complete memory named '{name}'" in result.stderr
+        assert "Unfinished: ruth. The command that began one goes on with it" in result.stderr
+    assert run("remove", name, "--store", tmp_path).stdout == "Removed ruth.\n"
+    assert run("list", "--store", tmp_path).stderr == ""
+
+
 def test_an_empty_store(run: Run, tmp_path: Path) -> None:
     memstore.open(tmp_path, "a").close()
     assert run("list", "--store", tmp_path).stdout == "The store is empty.\n"
@@ -78,6 +94,8 @@ def test_show(run: Run, library: Path) -> None:
     facts = json.loads(run("show", "genesis", "--store", library, "--json").stdout)
     with memstore.open(library, "r") as store:
         assert facts["fingerprint"] == store["genesis"].fingerprint
+        assert (facts["id"], facts["id"] in text) == (store["genesis"].manifest.id, True)
+    assert (library / "memories" / facts["id"]).is_dir()
     assert facts["parts"]["bounds.0"]["every"] == 64
     assert facts["parts"]["keys.0"] == {"shape": [2, 8], "dtype": "float32", "scales": None, "every": 1}
 
@@ -109,11 +127,32 @@ def test_remove_removes_what_it_can(run: Run, library: Path) -> None:
     assert run("list", "--store", library).stdout == "The store is empty.\n"
 
 
+def test_remove_and_verify_take_patterns(run: Run, tmp_path: Path) -> None:
+    with memstore.open(tmp_path) as store:
+        for name in ("letter-1", "letter-2", "letter-[12]", "ruth"):
+            making.write(store, name)
+        store.create(making.manifest("letter-3"), making.document()).close()
+        assert [result.name for result in store.verify("letter-?")] == ["letter-1", "letter-2"]
+        assert [result.name for result in store.verify("letter-?", repair=True)] == ["letter-1", "letter-2"]
+    intact = run("verify", "letter-[12]", "--store", tmp_path)  # a name, though also a pattern
+    assert (intact.exit_code, intact.stdout) == (0, "letter-[12] is intact.\n")
+    assert run("verify", "*-?", "--store", tmp_path).stdout == "letter-1 is intact.\nletter-2 is intact.\n"
+    assert run("remove", "letter-[12]", "--store", tmp_path).stdout == "Removed letter-[12].\n"
+    result = run("remove", "gospel-*", "letter-[13]", "--store", tmp_path, "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["removed"]) == (1, ["letter-1", "letter-3"])
+    assert [failure["name"] for failure in document["failed"]] == ["gospel-*"]
+    assert "no memory named 'gospel-*', and none whose name fits it as a pattern." in document["failed"][0]["error"]
+    assert run("verify", "gospel-*", "--store", tmp_path).exit_code == 1
+    with memstore.open(tmp_path, "r") as store:
+        assert (store.names(), store.unfinished()) == (["letter-2", "ruth"], [])
+
+
 def test_verify_of_an_intact_store(run: Run, library: Path) -> None:
     assert run("verify", "--store", library).stdout == "genesis is intact.\nruth[1] is intact.\n"
     document = json.loads(run("verify", "genesis", "--store", library, "--json").stdout)
     whole = {"name": "genesis", "ok": True, "problems": [], "indexes": {}, "repaired": [], "unrepaired": []}
-    assert document == {"memories": [whole], "mended": []}
+    assert document == {"memories": [whole], "mended": [], "strays": []}
 
 
 def test_verify_finds_damage(run: Run, library: Path) -> None:
@@ -124,6 +163,9 @@ def test_verify_finds_damage(run: Run, library: Path) -> None:
     result = run("verify", "--store", library, "--json")
     assert result.exit_code == 1
     assert "genesis is damaged" in result.stderr
+    assert result.stderr.count("verify --repair") == 1  # the way out, once
+    assert result.stderr.endswith("with --model MODEL, the one that wrote it, damaged vectors too.\n")
+    assert "--repair" not in run("verify", "ruth[1]", "--store", library).stderr
     assert [memory["ok"] for memory in json.loads(result.stdout)["memories"]] == [False, True]
 
 

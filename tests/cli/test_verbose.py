@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 
+import memstore
 from tests.cli.conftest import Run
 
 
@@ -31,6 +34,22 @@ def test_verify_repairs_a_catalog(run: Run, library: Path) -> None:
     assert mended.exit_code == 0, mended.stderr
     assert mended.stdout == "genesis is intact.\nruth[1] is intact.\n"
     assert "were restored from copies" in mended.stderr
+    assert run("verify", "--store", library).exit_code == 0
+
+
+def test_verify_names_what_a_lost_catalog_left(run: Run, library: Path) -> None:
+    with memstore.open(library) as store:
+        lost = library / "memories" / store["ruth[1]"].manifest.id
+    (lost / "record").unlink()
+    (library / "catalog" / "data.mdb").unlink()
+    mended = run("verify", "--repair", "--store", library, "--json")
+    assert mended.exit_code == 1 and json.loads(mended.stdout)["strays"] == [str(lost)]
+    told = run("verify", "--store", library)
+    assert (told.exit_code, told.stdout) == (1, "genesis is intact.\n")
+    assert f"Note: {lost} belongs to no memory" in told.stderr.replace("\n", "") and "--repair" not in told.stderr
+    assert run("verify", "genesis", "--store", library).exit_code == 0
+    assert lost.is_dir()  # nothing but a hand deletes it
+    shutil.rmtree(lost)
     assert run("verify", "--store", library).exit_code == 0
 
 

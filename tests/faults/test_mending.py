@@ -12,7 +12,7 @@ import pytest
 
 import memstore
 from memstore import verify
-from memstore.catalog import PENDING, SEALED, key
+from memstore.catalog import PENDING, SEALED, key, strays
 from memstore.errors import (
     DamagedMemoryError,
     FormatError,
@@ -22,6 +22,7 @@ from memstore.errors import (
     StoreInUseError,
 )
 from memstore.manifest import FORMAT_MINOR
+from memstore.memory import Document
 from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
 from memstore.values import block_key
@@ -72,15 +73,56 @@ def test_a_memory_of_a_newer_version_is_told_and_the_others_are_verified_and_men
     assert len(list(library.path.glob("memories/*"))) == 1
 
 
-def test_a_memory_whose_text_is_damaged_too_is_left_and_says_so(library: MemoryStore) -> None:
-    memory = making.write(library)
+@pytest.mark.parametrize(
+    ("metadata", "way_out"),
+    [
+        ({}, "remove the memory and encode its document again."),
+        ({"source": 3}, "remove the memory and encode its document again."),
+        (
+            {"source": "/a b/esther.txt"},
+            "remove the memory, and `memstore index '/a b/esther.txt'` reads /a b/esther.txt again.",
+        ),
+        (
+            {"source": "/b/x.txt"},
+            "remove the memory, and `memstore index /b/x.txt --name esther` reads /b/x.txt again.",
+        ),
+        (
+            {"source": "/b/esther.txt", "folder": "/b"},
+            "remove the memory, and `memstore sync /b` reads /b/esther.txt again.",
+        ),
+    ],
+    ids=str,
+)
+def test_a_memory_whose_text_is_damaged_too_is_left_and_says_so(
+    library: MemoryStore, metadata: dict[str, Any], way_out: str
+) -> None:
+    memory = making.write(library, metadata=metadata)
     damage(memory, block_key("large", 0), b"dtext")
-    (result,) = library.verify(repair=True)
-    assert "the text is damaged too" in result.problems[-1]
-    os.truncate(data_of(memory), 100)
-    (result,) = library.verify(repair=True)
-    assert "the text is damaged too" in result.problems[-1]
+    harms = [
+        ("its structure has changed", lambda: None),
+        ("it has 100 bytes", lambda: os.truncate(data_of(memory), 100)),
+    ]
+    for what, harm in (*harms, ("it is missing", data_of(memory).unlink)):
+        harm()
+        (result,) = library.verify(repair=True)
+        damaged, last = result.problems
+        assert damaged.startswith(f"{data_of(memory)} is damaged: {what}") and damaged.endswith(".")
+        assert "`" not in damaged and "emove" not in damaged  # no other advice than what can be done
+        assert last == f"It cannot be rebuilt, because the text cannot be read either: {way_out}"
     assert library.names() == ["esther"]
+
+
+def test_what_is_damaged_beyond_rebuilding_is_told_by_name_where_it_was_no_text(library: MemoryStore) -> None:
+    ids = making.manifest("ids", has_text=False)
+    with library.create(ids, Document(None, making.document().token_ids)) as writer:
+        damage(making.fill(writer), block_key("large", 0), b"dids")
+    features = making.manifest("features", has_text=False, has_ids=False)
+    with library.create(features, Document()) as writer:
+        damage(making.fill(writer), block_key("large", 0))
+    why = ("its document, which was no text, is not kept", "the token ids cannot be read either")
+    for result, reason in zip(library.verify(repair=True), why, strict=True):
+        way_out = "remove the memory and encode its document again."
+        assert result.problems[-1] == f"It cannot be rebuilt, because {reason}: {way_out}"
 
 
 def catalog_of(library: MemoryStore) -> Path:
@@ -376,3 +418,39 @@ def test_who_waited_to_open_a_catalog_does_not_go_by_the_lock_file_of_the_one_be
     assert mend_catalog(library.path, "lmdb") == ["The catalog had lost its format record, which was written anew."]
     with memstore.open(library.path) as store:
         assert store.names() == ["esther"]
+
+
+def test_what_the_catalog_says_nothing_of_is_a_stray(library: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("esther", "gone", "lost"):
+        making.write(library, name)
+    library.create(making.manifest("begun"), making.document()).close()
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(library.records, "delete", kill)
+        del library["gone"]
+    assert len(library.records.memory_ids()) == 4 and strays(library.records) == []
+    lost = library["lost"].manifest
+    library.records.commit({}, [key(SEALED, "lost")])
+    assert strays(library.records) == [lost.id]
+    library.records.commit({key(PENDING, "begun"): b"no manifest"})
+    assert strays(library.records) == []  # it might be the one
+
+
+@pytest.mark.parametrize("change", ["begun", "removed"])
+def test_what_is_begun_or_removed_meanwhile_is_no_stray(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    making.write(library)
+    items = library.records.items
+
+    def late(prefix: bytes) -> list[tuple[bytes, bytes]]:
+        before = items(prefix)
+        monkeypatch.setattr(library.records, "items", items)
+        if change == "begun":
+            making.write(library, "ruth")
+            return before
+        del library["esther"]
+        return items(prefix)
+
+    monkeypatch.setattr(library.records, "items", late)
+    assert strays(library.records) == []
+    assert library.names() == (["esther", "ruth"] if change == "begun" else [])

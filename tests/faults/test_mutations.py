@@ -35,7 +35,7 @@ from tests.models import build, tokens
 from tests.store.making import contents
 
 BACKEND = "hnsw"
-WAYS_OUT = ("encode the document again", "encode its document again", "Restore", "restore")
+WAYS_OUT = ("read its document again", "encode its document again", "Restore", "restore")
 # Files of a store, as patterns, with the mutations of the test run and whether it is open already when they happen.
 TARGETS = {
     "catalog": ("catalog/data.mdb", 400, False),

@@ -15,8 +15,10 @@ import pytest
 
 import memstore
 from memstore import verify as verifying
-from memstore.errors import DamagedMemoryError, MemoryNotFoundError, StoreError
+from memstore.errors import MEND, DamagedMemoryError, MemoryNotFoundError, StoreError
 from memstore.store import MemoryStore
+from memstore.values import block_key, describe, prefix_key
+from tests.faults.harming import damage
 from tests.store import making
 
 # argv: store, seed, number of cases. Each case damages the file, reads all of it, and repairs the file.
@@ -25,7 +27,7 @@ import random, sys
 from collections import Counter
 from pathlib import Path
 import memstore
-from memstore.errors import DamagedMemoryError
+from memstore.errors import MEND, DamagedMemoryError
 from memstore.values import CHECKSUM
 from tests.store import making
 
@@ -58,7 +60,7 @@ for case in range(cases):
             seen[kind, "equal"] += 1
             assert kind not in ("cut", "extend") and len(damaged) == len(whole)
         except DamagedMemoryError as error:
-            assert "encode the document again" in str(error) or "encode its document again" in str(error), error
+            assert str(error).endswith(MEND), error
             seen[kind, "noticed"] += 1
 data.write_bytes(whole)
 with memstore.open(path, "r") as library:
@@ -330,3 +332,30 @@ def test_a_checking_process_that_fails_is_an_error(library: MemoryStore, monkeyp
     monkeypatch.setattr(library, "backend", "unknown")
     with pytest.raises(StoreError, match="unknown"):
         library.verify()
+
+
+def test_damage_is_told_in_words(library: MemoryStore) -> None:
+    memory = making.write(library)
+    damage(memory, block_key("large", 3))  # smaller values lie in the structure
+    with pytest.raises(DamagedMemoryError) as caught, memory.open() as opened:
+        opened.block("large", 3)
+    what = "the bytes of block 3 of 'large' differ from those written"
+    assert str(caught.value) == f"Memory 'esther' is damaged: {what}. {MEND}"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (block_key("keys.15", 258), "block 258 of 'keys.15'"),
+        (prefix_key("keys.15"), "the prefix of 'keys.15'"),
+        (b"dtext", "the text"),
+        (b"dids", "the token ids"),
+        (b"cdoffsets", "the checksum of the offsets"),
+        (b"c" + block_key("a", 0), "the checksum of block 0 of 'a'"),
+        (b"bad", "the record 'bad'"),
+        (b"\xff", "the record '\ufffd'"),
+        (b"", "the record ''"),
+    ],
+)
+def test_a_key_has_words(key: bytes, words: str) -> None:
+    assert describe(key) == words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -22,6 +23,7 @@ from memstore.errors import (
     StoreNotFoundError,
 )
 from memstore.store import MemoryStore
+from memstore_backends.lmdb_errors import translated
 from tests.store import making
 
 
@@ -186,3 +188,31 @@ def test_the_path_of_a_store_need_not_be_text(tmp_path: Path) -> None:
         assert store.verify()[0].ok
     with memstore.open(path, "r") as store:
         making.check(store["esther"])
+
+
+@pytest.mark.parametrize(
+    ("code", "filename", "kind", "message"),
+    [
+        (
+            errno.EROFS,
+            None,
+            ReadOnlyStoreError,
+            r'{store} cannot be written: Read-only .* The store can be read \(mode="r"\)',
+        ),
+        (errno.EACCES, "x.lock", ReadOnlyStoreError, "{file} cannot be written: Permission denied. "),
+        (errno.EACCES, b"x.lock", ReadOnlyStoreError, "{file} cannot be written: Permission denied. "),
+        (errno.ELOOP, "x.lock", StoreError, "{file}: Too many levels"),
+        (errno.ELOOP, 3, StoreError, "{store}: Too many levels"),
+    ],
+)
+def test_what_the_system_says_is_told_in_its_words(
+    tmp_path: Path, code: int, filename: Any, kind: type[StoreError], message: str
+) -> None:
+    file = tmp_path / "x.lock"
+    file.touch()
+    if isinstance(filename, str | bytes):
+        filename = str(file) if isinstance(filename, str) else bytes(file)
+    with pytest.raises(kind) as caught, translated(tmp_path):
+        raise OSError(code, os.strerror(code), filename)
+    assert type(caught.value) is kind and "Errno" not in str(caught.value)
+    assert re.match(message.format(store=tmp_path, file=file), str(caught.value))
