@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memstore import catalog, pending, registry
+from memstore import catalog, noting, pending, registry, removing
 from memstore.catalog import SEALED, is_name, key
 from memstore.errors import (
     ConfigError,
@@ -66,7 +66,7 @@ class MemoryStore:
         try:
             catalog.check_format(self.records)
             if mode == "a":
-                pending.reclaim(self.records)
+                removing.reclaim(self.records)
         except BaseException:
             self.records.close()
             raise
@@ -173,7 +173,7 @@ class MemoryStore:
             if pending.remove_complete(self.records, name, lambda _: True):
                 return
         except (DamagedMemoryError, FormatError):
-            pending.remove_unreadable(self.records, key(SEALED, name))
+            removing.remove_unreadable(self.records, key(SEALED, name))
             logger.warning("removed the damaged record of memory %r from %s", name, self.path)
             return
         if not pending.drop(self.records, name):
@@ -187,7 +187,7 @@ class MemoryStore:
         self.check_writable()
         if not isinstance(metadata, Mapping):
             raise DocumentError(f"metadata={metadata!r} must be a mapping, such as {{'author': 'unknown'}}.")
-        return Memory(self, pending.note(self, name, lambda _: metadata))
+        return Memory(self, noting.note(self, name, lambda _: metadata))
 
     def encode(
         self,
@@ -355,12 +355,22 @@ class MemoryStore:
         self.records.check_writable()
 
 
-def told_unfinished(names: Iterable[str]) -> str:
-    """What there is to know of memories that are not complete."""
-    return (
-        f"Unfinished: {', '.join(names)}. The command that began one goes on with it where it was interrupted; "
-        "`memstore remove` gives it up."
-    )
+def told_unfinished(names: Collection[str], complete: Container[str] = ()) -> str:
+    """What there is to know of what is unfinished, of which these are ``complete`` in an earlier version."""
+    begun = [name for name in names if name not in complete]
+    updates = [name for name in names if name in complete]
+    told = []
+    if begun:
+        told.append(
+            f"Unfinished: {', '.join(begun)}. The command that began one goes on with it where it was interrupted; "
+            "`memstore remove` gives it up."
+        )
+    if updates:
+        told.append(
+            f"Unfinished updates: {', '.join(updates)}. The earlier version is there until an update is complete. The "
+            "command that began it goes on with it; `memstore index` of the text as it was gives it up."
+        )
+    return " ".join(told)
 
 
 def _predicate(where: Where | None) -> Callable[[dict[str, Any]], bool]:

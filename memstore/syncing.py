@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from memstore import documents, pending
+from memstore import documents, noting, pending
 from memstore.documents import STDIN
 from memstore.errors import (
     DamagedMemoryError,
@@ -136,7 +136,7 @@ def adopt(store: MemoryStore, folder: Folder, unchanged: list[documents.Document
 
         if memory.metadata != memory.metadata | origin and _is_mine(memory.metadata, document, folder):
             with suppress(MemoryNotFoundError):  # another process was faster
-                pending.note(store, document.name, change)
+                noting.note(store, document.name, change)
 
 
 def remove_gone(store: MemoryStore, folder: Folder) -> list[str]:

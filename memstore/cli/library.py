@@ -54,6 +54,7 @@ def list_memories(
         with suppress(MemoryNotFoundError):
             chosen = opened.memories() if pattern is None else opened.matching(pattern)
         memories = [_facts(memory) for memory in chosen]
+        complete = set(opened.names())
         unfinished = [each.name for each in opened.unfinished() if pattern is None or _fits(each.name, pattern)]
     if as_json:
         write_json({"memories": memories, "unfinished": unfinished})
@@ -69,7 +70,7 @@ def list_memories(
     empty = "The store is empty." if pattern is None else f"No memory's name fits {pattern!r}."
     out.print(table if memories else empty, soft_wrap=not memories)
     if unfinished:
-        note_that(told_unfinished(unfinished))
+        note_that(told_unfinished(unfinished, complete))
 
 
 def show(name: NameArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore import syncing
+from memstore import noting, syncing
 from tests.cli.conftest import GENESIS, Run
 from tests.store import making
 
@@ -268,6 +268,125 @@ def test_what_was_begun_of_a_text_that_is_gone_is_removed(sync: Any, folder: Pat
     with memstore.open(tmp_path / "store") as store:
         assert [each.name for each in store.unfinished()] == ["elsewhere"]
         assert len(store.records.memory_ids()) == 3
+
+
+def test_an_update_that_is_not_wanted_after_all_is_given_up(
+    run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    sync()
+    common = ("--store", tmp_path / "store")
+    for command in ("sync", "index"):
+        with memstore.open(tmp_path / "store") as store:
+            old = store["genesis"].manifest
+            store.create(making.manifest("genesis"), making.document(), old).close()
+        listed = run("list", *common)
+        assert "Unfinished updates: genesis. The earlier version is there" in listed.stderr
+        assert "memstore remove" not in listed.stderr and "genesis" in listed.stdout
+        if command == "sync":
+            assert sync()["unchanged"] == ["genesis", "letters/first"]
+        else:
+            assert run("index", folder / "genesis.txt", "--model", model, *common).exit_code == 0
+        with memstore.open(tmp_path / "store") as store:
+            assert store.unfinished() == [] and store["genesis"].manifest == old
+            assert len(store.records.memory_ids()) == 2
+
+
+def test_an_unfinished_update_does_not_make_a_memory_one_of_the_folder(
+    run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    (folder / "ruth.txt").write_text("Whither thou goest.")
+    assert run("index", folder / "ruth.txt", "--model", model, "--store", tmp_path / "store").exit_code == 0
+    with memstore.open(tmp_path / "store") as store:
+        draft = making.manifest("ruth", metadata={"folder": str(folder)})
+        store.create(draft, making.document(), store["ruth"].manifest).close()
+    (folder / "ruth.txt").unlink()
+    assert sync()["removed"] == []
+    assert "ruth" in texts(tmp_path / "store")
+
+
+def test_odd_places_are_kept_apart(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named as standard input is, two whose names differ in a byte that is no text, and links to one file."""
+    monkeypatch.chdir(tmp_path)
+    names_ = ["-", "A\\xff", os.fsdecode(b"A\xff"), "G", "H"]
+    for number, name in enumerate(names_):
+        Path(name).mkdir()
+        Path(name, f"text-{number}.txt").write_text(f"The text {number}.")
+    for name in ("G", "H"):
+        Path(name, "both.txt").symlink_to(tmp_path / "-" / "text-0.txt")
+
+    def sync(name: str, *options: str) -> dict[str, Any]:
+        result = run("sync", "--model", model, "--store", "store", "--json", *options, "--", name)
+        done: dict[str, Any] = json.loads(result.stdout)
+        return done
+
+    for number, name in enumerate(names_):
+        added = names(sync(name)["added"])
+        assert added == ([f"text-{number}"] if name != "G" else ["both", "text-3"])
+    for name in names_:
+        assert sync(name)["removed"] == []
+    Path("H", "both.txt").unlink()
+    assert sync("H")["removed"] == []
+    assert "both" in texts(tmp_path / "store")
+
+
+def test_a_link_may_lie_where_the_folder_was(run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path) -> None:
+    sync()
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    (tmp_path / "moved" / "genesis.txt").write_text("In the end.")
+    shutil.rmtree(tmp_path / "moved" / "letters")
+    command = ("sync", tmp_path / "moved", "--model", model, "--store", tmp_path / "store", "--json")
+    done = json.loads(run(*command, "--moved-from", folder).stdout)
+    assert (names(done["changed"]), done["removed"]) == (["genesis"], ["letters/first"])
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "moved" / "genesis.txt").rename(tmp_path / "moved" / "exodus.txt")
+    result = run(*command, "--moved-from", tmp_path / "loop")
+    assert result.exit_code == 1 and "cannot be the path of a folder" in json.loads(result.stdout)["error"]
+
+
+def test_metadata_of_others_may_be_anything(sync: Any, tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "store") as store:
+        for number, value in enumerate((["x"], {"a": 1}, None, 3.5)):
+            making.write(store, f"other-{number}", metadata={"folder": value, "source": value})
+    sync()
+    assert len(texts(tmp_path / "store")) == 6 and sync()["removed"] == []
+
+
+def test_a_memory_stays_in_the_dtype_it_is_stored_in(sync: Any, folder: Path, tmp_path: Path) -> None:
+    sync("--stored-as", "float16")
+    (folder / "genesis.txt").write_text("In the end.")
+    assert names(sync("--dry-run")["changed"]) == names(sync()["changed"]) == ["genesis"]
+    with memstore.open(tmp_path / "store") as store:
+        dtypes = {spec.dtype for spec in store["genesis"].manifest.parts.values()}
+        assert dtypes == {"float16"} and store["genesis"].text == "In the end."
+
+
+@pytest.mark.parametrize("meanwhile", ["another text", "a note"])
+def test_what_another_process_does_meanwhile_is_kept(
+    sync: Any, run: Run, folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Between looking at all memories and taking one in."""
+    store = tmp_path / "store"
+    assert run("index", folder, "--model", model, "--store", store).exit_code == 0
+    note = noting.note
+
+    def late(opened: Any, name: str, change: Any) -> Any:
+        monkeypatch.undo()
+        if meanwhile == "a note":
+            opened.set_metadata(name, opened[name].metadata | {"author": "Moses"})
+        else:
+            del opened[name]
+            making.write(opened, name)
+        return note(opened, name, change)
+
+    monkeypatch.setattr(noting, "note", late)
+    sync()
+    with memstore.open(store) as opened:
+        metadata = opened["genesis"].metadata
+    if meanwhile == "a note":
+        assert metadata["author"] == "Moses" and metadata["folder"] == str(folder)
+    else:
+        assert metadata == making.manifest().metadata
 
 
 def test_people_are_told_what_was_done(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ OPERATIONS = {
             "one/amos.txt": LINE,
         },
     ),
+    "adopt": Operation((INDEX_ONE, KEEP), SYNC, r"^(?:added|changed|removed) (\w+)", {"one/amos.txt": LINE}),
     "import": Operation(
         (INDEX_ONE, ELSEWHERE, "export * {scratch}/exported --store {scratch}/other"),
         "import {scratch}/exported --store {store}",

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import msgpack
 import pytest
 
@@ -259,6 +260,25 @@ def lose_all(library: MemoryStore) -> None:
     library.close()
     catalog_of(library).unlink()
     mend_catalog(library.path, "lmdb")
+
+
+def test_who_opens_a_store_while_it_is_mended_waits_for_it(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """liblmdb finds no lock file that it knows where the one that mends has just forgotten it."""
+    making.write(library)
+    library.close()
+    tried, opened = [], lmdb.open
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        tried.append(options["lock"])
+        if len(tried) == 1:
+            raise lmdb.InvalidError("MDB_INVALID: File is not an LMDB file")
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(lmdb, "open", late)
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther"] and tried[:2] == [True, True]
 
 
 def test_what_was_being_encoded_when_the_catalog_was_lost_goes_on(library: MemoryStore) -> None:

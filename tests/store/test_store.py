@@ -23,7 +23,6 @@ from memstore.errors import (
     MemoryExistsError,
     MemoryNotFoundError,
     PluginError,
-    ReadOnlyStoreError,
     StoreError,
 )
 from memstore.manifest import Manifest
@@ -303,47 +302,3 @@ def test_what_selects_nothing_that_can_be_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         library.select(pattern, where=where)
-
-
-def test_metadata_can_be_changed_while_the_memory_is_open(library: MemoryStore) -> None:
-    memory = making.write(library)
-    copy = library.path / "memories" / memory.manifest.id / "record"
-    before = copy.read_bytes()
-    with memory.open() as opened:
-        changed = library.set_metadata("esther", {"author": "Mordecai"})
-        assert (changed.metadata, library["esther"].metadata) == ({"author": "Mordecai"},) * 2
-        assert [each.name for each in library.select(where={"author": "Mordecai"})] == ["esther"]
-        assert opened.rows("large", 0, 1).shape == (1, 40)
-    assert memory.manifest.differing(changed.manifest) == ["metadata"]
-    assert copy.read_bytes() != before
-    making.check(changed, "open")
-
-
-@pytest.mark.parametrize("metadata", [["author"], {1: "one"}, {"set": {1}}, {"large": 1 << 70}], ids=str)
-def test_metadata_that_cannot_be_kept_changes_nothing(library: MemoryStore, metadata: Any) -> None:
-    before = making.write(library).metadata
-    with pytest.raises(DocumentError, match="metadata"):
-        library.set_metadata("esther", metadata)
-    assert library["esther"].metadata == before
-    with pytest.raises(MemoryNotFoundError):
-        library.set_metadata("ruth", {})
-    with memstore.open(library.path, "r") as reading, pytest.raises(ReadOnlyStoreError):
-        reading.set_metadata("esther", {})
-
-
-def test_metadata_of_a_memory_that_is_replaced_meanwhile_is_that_of_the_new_one(
-    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = making.write(library).manifest
-    described = Manifest.described
-
-    def late(fields: Any) -> Manifest:
-        monkeypatch.undo()
-        with library.create(making.manifest(document_digest="1"), making.document(), old) as writer:
-            making.fill(writer)
-        return described(fields)
-
-    monkeypatch.setattr(Manifest, "described", late)
-    changed = library.set_metadata("esther", {"year": 1})
-    assert (changed.manifest.document_digest, changed.metadata) == ("1", {"year": 1})
-    making.check(library["esther"], "open")
