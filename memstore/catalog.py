@@ -9,7 +9,7 @@ import msgpack
 
 from memstore.errors import DamagedMemoryError, DocumentError, FormatError, StoreNotFoundError
 from memstore.interfaces import RecordStore
-from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR, Manifest
+from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR
 
 FORMAT = b"format"
 SEALED, PENDING = b"m", b"p"  # + a hash of the name: a manifest
@@ -36,6 +36,14 @@ def key(kind: bytes, name: str) -> bytes:
     return kind + hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
+def id_of(value: bytes) -> str:
+    """The id in a manifest, also in one that a newer version wrote. Raises FormatError."""
+    try:
+        return str(msgpack.unpackb(value)["id"])
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise FormatError(f"The catalog holds a record that is no manifest ({error}).") from error
+
+
 def index_lock(memory_id: str) -> str:
     """The lock of whoever changes the indexes of a memory."""
     return f"{memory_id}-index"
@@ -47,7 +55,7 @@ def strays(records: RecordStore) -> list[str]:
     ids = records.memory_ids()  # before the catalog: what is begun meanwhile is none
     try:
         found = records.items(b"")  # at one moment: a manifest moves from one key to another
-        known = {Manifest.unpack(value).id for name, value in found if name[:1] in (SEALED, PENDING)}
+        known = {id_of(value) for name, value in found if name[:1] in (SEALED, PENDING)}
     except (DamagedMemoryError, FormatError):
         return []
     known |= {name[1:].decode() for name, _ in found if name[:1] == TOMBSTONE}

@@ -217,9 +217,10 @@ class RecordStore(ABC):
         """The folder for files that are kept beside the records of a sealed memory and go with them; None if this
         record store keeps nothing on disk, or nothing of this memory."""
 
-    def copy(self, memory_id: str, key: bytes, value: bytes) -> None:  # noqa: B027  (not all can lose their catalog)
-        """Keep a catalog record beside the records of a memory too, in place of an earlier one: :meth:`mend` restores
-        it from there. A copy goes before its record does: what is removed must not come back."""
+    def copy(self, memory_id: str, records: Mapping[bytes, bytes]) -> None:  # noqa: B027  (not all lose their catalog)
+        """Keep the catalog record of a memory, and what is committed with it, beside its records too, in place of an
+        earlier copy: :meth:`mend` restores them from there, but for copies beside memories that a tombstone names. A
+        copy goes before its record does: what is removed must not come back."""
 
     def drop_copy(self, memory_id: str) -> None:  # noqa: B027
         """Remove the copy beside the records of a memory, if there is one."""

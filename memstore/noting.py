@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from memstore.catalog import SEALED, key
-from memstore.errors import StoreError
+from memstore.errors import MEND, DamagedMemoryError, StoreError
 from memstore.manifest import FORMAT_MINOR, Manifest
 
 if TYPE_CHECKING:
@@ -37,23 +38,31 @@ def note(store: MemoryStore, name: str, change: Callable[[Manifest], Mapping[str
             )
             packed = manifest.pack()
             try:
-                records.copy(before.id, sealed_key, packed)
+                records.copy(before.id, {sealed_key: packed})
+                done = records.commit({sealed_key: packed}, expect={sealed_key: value})
             except StoreError:
                 if records.get(sealed_key) != value:  # it has been replaced or removed, and its folder with it
                     continue
+                if records.persistent and records.folder(before.id) is None:
+                    raise DamagedMemoryError(f"Memory {name!r} is damaged: its folder is missing. {MEND}") from None
+                with suppress(StoreError):
+                    records.copy(before.id, {sealed_key: value})
                 raise
-            if records.commit({sealed_key: packed}, expect={sealed_key: value}):
+            if done:
                 logger.info("noted other metadata of memory %r", name)
                 return manifest
-            now = records.get(sealed_key)
-            if now is None or Manifest.unpack(now).id != before.id:  # it must not be brought back
-                records.drop_copy(before.id)
+            records.drop_copy(before.id)  # it has been replaced or removed, and must not be brought back
         finally:
             lock.release(discard=True)
 
 
 def with_notes(draft: Manifest, seen: Manifest, now: Manifest) -> Manifest:
     """The draft with what has been noted of the memory that it replaces since that was ``seen``."""
-    was = seen.metadata
-    noted = {key: value for key, value in now.metadata.items() if key not in was or was[key] != value}
-    return draft.model_copy(update={"metadata": draft.metadata | noted}) if noted else draft
+    was, is_now = seen.metadata, now.metadata
+    noted = {key: value for key, value in is_now.items() if key not in was or was[key] != value}
+    kept = {
+        key: value
+        for key, value in draft.metadata.items()
+        if key in is_now or key not in was or was[key] != value  # else it has been taken away
+    }
+    return draft.model_copy(update={"metadata": kept | noted})

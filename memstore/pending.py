@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from memstore.catalog import PENDING, SEALED, check_name, is_name, key
+from memstore.catalog import PENDING, SEALED, check_name, id_of, is_name, key
 from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
@@ -57,21 +57,24 @@ def start(store: MemoryStore, draft: Manifest, document: Document, replacing: Ma
             records.commit({pending_key: due.pack()}, expect={pending_key: None, sealed_key: current})
             continue
         manifest = Manifest.unpack(value)
-        if manifest.differing(due, "id", "created", "metadata"):
+        ends = before is not None and before.id == manifest.id  # a mended catalog may know a memory in both states
+        if ends or manifest.differing(due, "id", "created", "metadata"):
             drop(records, draft.name)
             continue
         lock = _acquire(records, manifest)
         try:
             manifest = manifest.model_copy(update={"metadata": due.metadata})
             packed = manifest.pack()
+            puts = {} if packed == value else {pending_key: packed}
             # Inside a commit it is the newest.
-            if records.commit({pending_key: packed}, expect={pending_key: value, sealed_key: current}):
+            if records.commit(puts, expect={pending_key: value, sealed_key: current}):
                 return open_writer(store, manifest, packed, document, lock, current)
         except BaseException:
             lock.release()
             raise
         # Another process was faster: look again. While it is there, its lock must stay the one that others wait for.
-        lock.release(discard=records.get(pending_key) != value)
+        now = records.get(pending_key)
+        lock.release(discard=now is None or id_of(now) != manifest.id)
 
 
 def manifest_of(records: RecordStore, name: str) -> Manifest | None:
@@ -104,9 +107,10 @@ def drop(records: RecordStore, name: str) -> bool:
         value = records.get(pending_key)
         manifest = None if value is None else Manifest.unpack(value)
     except (DamagedMemoryError, FormatError):
-        remove_unreadable(records, pending_key)
+        with _busy(name):
+            remove_unreadable(records, pending_key)
         return True
-    if manifest is None:
+    if value is None or manifest is None:
         return False
     lock = _acquire(records, manifest)
     try:
@@ -125,10 +129,10 @@ def drop(records: RecordStore, name: str) -> bool:
 
 def give_up(store: MemoryStore, name: str) -> None:
     """Give back what an interrupted update left under the name of a memory that is to stay as it is, unless another
-    process is at it."""
+    process is at it, or it cannot be read."""
     with contextlib.suppress(MemoryBusyError):
-        if store.mode == "a" and drop(store.records, name):
-            logger.info("memory %r stays as it is", name)
+        if store.mode == "a" and manifest_of(store.records, name) is not None:
+            drop(store.records, name)
 
 
 def _may_be_complete(records: RecordStore, manifest: Manifest) -> bool:
@@ -145,9 +149,16 @@ def remove_complete(records: RecordStore, name: str, wanted: Callable[[Manifest]
     sealed_key = key(SEALED, name)
     while (value := records.get(sealed_key)) is not None:
         manifest = Manifest.unpack(value)
-        if not wanted(manifest):
-            return False
-        if remove(records, sealed_key, value, manifest.id):
+        lock = records.lock(manifest.id, wait=True)
+        try:
+            if records.get(sealed_key) != value:
+                continue
+            if not wanted(manifest):
+                return False
+            removed = remove(records, sealed_key, value, manifest.id)
+        finally:
+            lock.release(discard=True)
+        if removed:
             logger.info("removed memory %r from %s", name, records.path)
             with contextlib.suppress(MemoryBusyError):  # an update of it, which then finds nothing to replace
                 drop(records, name)
@@ -174,9 +185,13 @@ def _check(draft: Manifest, document: Document) -> None:
 
 def _acquire(records: RecordStore, manifest: Manifest) -> Lock:
     """The lock of a memory's one writer."""
-    try:
+    with _busy(manifest.name):
         return records.lock(manifest.id, wait=False)
+
+
+@contextlib.contextmanager
+def _busy(name: str) -> Iterator[None]:
+    try:
+        yield
     except StoreBusyError as error:
-        raise MemoryBusyError(
-            f"Another process is encoding {manifest.name!r}. Wait for it, or choose another name."
-        ) from error
+        raise MemoryBusyError(f"Another process is encoding {name!r}. Wait for it, or choose another name.") from error

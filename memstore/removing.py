@@ -8,19 +8,23 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from memstore.catalog import INDEX, PENDING, TOMBSTONE, index_lock
+from memstore.catalog import INDEX, PENDING, TOMBSTONE, id_of, index_lock
 from memstore.errors import DamagedMemoryError, StoreBusyError, StoreError
 from memstore.interfaces import RecordStore
-from memstore.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
 
-def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memory_id: str) -> bool:
-    """Remove a memory, complete or not. False if the catalog no longer has this value for it."""
+def remove(records: RecordStore, manifest_key: bytes, value: bytes, memory_id: str) -> bool:
+    """Remove a memory, complete or not; who does so holds its lock. False if the catalog no longer has this value."""
     tombstone = TOMBSTONE + memory_id.encode()
     records.drop_copy(memory_id)
-    removed = records.commit({tombstone: b""}, [manifest_key], {manifest_key: value})
+    try:
+        removed = records.commit({tombstone: b""}, [manifest_key], {manifest_key: value})
+    except StoreError:
+        with contextlib.suppress(StoreError):
+            records.copy(memory_id, {manifest_key: value})
+        raise
     if removed:
         bury(records, tombstone)
     return removed
@@ -28,9 +32,14 @@ def remove(records: RecordStore, manifest_key: bytes, value: bytes | None, memor
 
 def remove_unreadable(records: RecordStore, manifest_key: bytes) -> None:
     """Remove a memory, complete or not, whose manifest cannot be read. Its id, without which its space stays taken, is
-    found where a copy of the manifest lies; and the copy must not bring it back."""
-    tombstones = [TOMBSTONE + memory_id.encode() for memory_id in records.copied(manifest_key)]
-    records.commit(dict.fromkeys(tombstones, b""), [manifest_key])
+    found where a copy of the manifest lies; and the copy must not bring it back. Raises StoreBusyError while it is
+    being written."""
+    ids = records.copied(manifest_key)
+    tombstones = [TOMBSTONE + memory_id.encode() for memory_id in ids]
+    with contextlib.ExitStack() as stack:
+        for memory_id in ids:
+            stack.callback(records.lock(memory_id, wait=False).release, discard=True)
+        records.commit(dict.fromkeys(tombstones, b""), [manifest_key])
     for tombstone in tombstones:
         bury(records, tombstone)
 
@@ -57,7 +66,7 @@ def _discard_locks(records: RecordStore) -> None:
     names = records.lock_names()  # before the catalog is read: who locks an id has found it there
     if not names:
         return
-    pending = {Manifest.unpack(value).id for _, value in records.items(PENDING)}
+    pending = {id_of(value) for _, value in records.items(PENDING)}
     there = set(records.memory_ids())
     for name in names:
         memory_id, _, kind = name.partition("-")

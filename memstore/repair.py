@@ -72,7 +72,7 @@ def _with_copy(memory: Memory, result: VerifyResult) -> VerifyResult:
         try:
             value = records.get(sealed_key)
             if value is not None and Manifest.unpack(value).id == manifest.id:  # what is noted of it may have changed
-                records.copy(manifest.id, sealed_key, value)
+                records.copy(manifest.id, {sealed_key: value})
         finally:
             lock.release(discard=True)
     except StoreError as error:  # removed by another process, or being repaired by one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memstore.catalog import PENDING, SEALED, TOMBSTONE, key
@@ -30,21 +31,24 @@ def open_writer(
 
     def seal(sealed: Manifest) -> Memory:
         pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
-        current, tombstones = replaced, list[bytes]()
+        current, tombstones = replaced, dict[bytes, bytes]()
         while True:
-            value = sealed.pack()
-            _copy_instead(records, manifest.id, (sealed_key, value), (pending_key, packed))
             if current is not None:
                 old = Manifest.unpack(current)
-                tombstones = [TOMBSTONE + old.id.encode()]
-                records.drop_copy(old.id)  # from here on the new one is as good as complete
-            puts = {sealed_key: value, **dict.fromkeys(tombstones, b"")}
-            if records.commit(puts, [pending_key], {pending_key: packed, sealed_key: current}):
+                tombstones = {TOMBSTONE + old.id.encode(): b""}
+            puts = {sealed_key: sealed.pack(), **tombstones}
+            try:
+                _copy_instead(records, manifest.id, puts)
+                done = records.commit(puts, [pending_key], {pending_key: packed, sealed_key: current})
+            except StoreError:
+                _copy_anew(records, manifest.id, pending_key, packed)
+                raise
+            if done:
                 break
             now = records.get(sealed_key)
             same = now is not None and current is not None and Manifest.unpack(now).id == old.id
             if now is None or not same or records.get(pending_key) != packed:
-                _copy_anew(records, manifest, packed)
+                _copy_anew(records, manifest.id, pending_key, packed)
                 raise StoreError(
                     f"Memory {manifest.name!r} was removed while it was being written, or another took its place. "
                     "Repeat the command; what has been read is kept where it can be."
@@ -67,7 +71,7 @@ def open_writer(
         records.delete(manifest.id)
         opened = records.writer(manifest.id, capacity)
     try:
-        records.copy(manifest.id, key(PENDING, manifest.name), packed)  # days of work outlive the catalog
+        records.copy(manifest.id, {key(PENDING, manifest.name): packed})  # days of work outlive the catalog
         writer = MemoryWriter(manifest, opened, seal, lock.release)
         writer.put_document(document)
         if writer.num_done:
@@ -80,26 +84,18 @@ def open_writer(
     return writer
 
 
-def _copy_instead(records: RecordStore, memory_id: str, new: tuple[bytes, bytes], old: tuple[bytes, bytes]) -> None:
-    """Keep a copy of another record of a memory. Raises StoreError, and then the old copy is there."""
+def _copy_instead(records: RecordStore, memory_id: str, new: Mapping[bytes, bytes]) -> None:
+    """Keep a copy of what becomes of a memory, in place of that of its draft."""
     try:
-        records.copy(memory_id, *new)
+        records.copy(memory_id, new)
     except StoreFullError:  # there may be room for one of them
         records.drop_copy(memory_id)
-        try:
-            records.copy(memory_id, *new)
-        except StoreError:
-            records.copy(memory_id, *old)
-            raise
+        records.copy(memory_id, new)
 
 
-def _copy_anew(records: RecordStore, manifest: Manifest, packed: bytes) -> None:
-    """Let the copies be those of what the catalog says, after a memory could not be completed."""
-    pending_key, sealed_key = key(PENDING, manifest.name), key(SEALED, manifest.name)
+def _copy_anew(records: RecordStore, memory_id: str, pending_key: bytes, packed: bytes) -> None:
+    """Let the copy of a memory that could not be completed be that of its draft again, if it is still one."""
     with contextlib.suppress(StoreError):
-        records.drop_copy(manifest.id)
+        records.drop_copy(memory_id)
         if records.get(pending_key) == packed:
-            records.copy(manifest.id, pending_key, packed)
-        now = records.get(sealed_key)
-        if now is not None:
-            records.copy(Manifest.unpack(now).id, sealed_key, now)
+            records.copy(memory_id, {pending_key: packed})

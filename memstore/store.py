@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import os
@@ -18,6 +19,7 @@ from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
     FormatError,
+    MemoryBusyError,
     MemoryNotFoundError,
     MemstoreError,
     StoreError,
@@ -174,6 +176,8 @@ class MemoryStore:
                 return
         except (DamagedMemoryError, FormatError):
             removing.remove_unreadable(self.records, key(SEALED, name))
+            with contextlib.suppress(MemoryBusyError):
+                pending.drop(self.records, name)
             logger.warning("removed the damaged record of memory %r from %s", name, self.path)
             return
         if not pending.drop(self.records, name):

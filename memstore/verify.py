@@ -99,7 +99,9 @@ def _run(store: MemoryStore, ids: list[str]) -> tuple[dict[str, Answer], str | N
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     child = subprocess.run(command, input="\n".join(ids), capture_output=True, text=True, env=environment)
     answers = {}
-    for line in child.stdout.splitlines():
+    for line in child.stdout.splitlines(keepends=True):
+        if not line.endswith("\n"):  # the process was ended while it wrote this
+            break
         answer = json.loads(line)
         answers[answer["id"]] = answer["problems"], answer["indexes"]
     if child.returncode < 0:

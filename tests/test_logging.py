@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 import memstore
-from memstore import describe, syncing
+from memstore import describe, sources, syncing
 from memstore.errors import IndexNotice
 from tests import kept, tiny
 from tests.models import build, read, tokens
@@ -146,13 +146,13 @@ def test_export_and_import_are_logged(library, said, tmp_path):
 def test_what_a_folder_holds_is_logged(library, llama, tokenizer, said, tmp_path):
     for name in ("same", "gone", "new", "other"):
         (tmp_path / f"{name}.txt").write_text(LINE)
-    found = {document.name: document for document in syncing.compare(library, syncing.Folder(str(tmp_path))).added}
+    found = {document.name: document for document in syncing.compare(library, sources.Folder(str(tmp_path))).added}
     for name in ("same", "gone"):
-        syncing.refresh(library, llama, tokenizer, found[name], LINE, folder=syncing.Folder(str(tmp_path)))
+        sources.refresh(library, llama, tokenizer, found[name], LINE, folder=sources.Folder(str(tmp_path)))
     library.encode(llama, tokenizer, "Of no file.", name="other")
     (tmp_path / "gone.txt").unlink()
     said()
-    syncing.compare(library, syncing.Folder(str(tmp_path)))
+    syncing.compare(library, sources.Folder(str(tmp_path)))
     passed, left, counts = said()
     assert passed.startswith(f"{tmp_path}: passed over ")  # the files of the store, which lies in it
     assert left.startswith(f"{tmp_path / 'other.txt'} is left as it is: ")

@@ -46,7 +46,10 @@ def translated(path: Path) -> Iterator[None]:
 
 def _is_full(path: Path) -> bool:
     """LMDB reports EIO when the disk takes only a part of what it writes."""
-    disk = os.statvfs(path)
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return False
     return disk.f_bavail * disk.f_frsize < 64 << 20
 
 

@@ -124,10 +124,10 @@ class LmdbRecords(RecordStore):
         folder = self._memories / memory_id
         return folder if folder.is_dir() else None
 
-    def copy(self, memory_id: str, key: bytes, value: bytes) -> None:
+    def copy(self, memory_id: str, records: Mapping[bytes, bytes]) -> None:
         self._writable()
         with translated(self._memories):
-            write_copy(self._memories / memory_id, key, value)
+            write_copy(self._memories / memory_id, records)
 
     def drop_copy(self, memory_id: str) -> None:
         self._writable()

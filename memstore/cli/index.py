@@ -28,7 +28,7 @@ from memstore.cli.common import (
     write_json,
 )
 from memstore.errors import DocumentError, MemstoreError
-from memstore.syncing import refresh
+from memstore.sources import refresh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,7 +20,8 @@ from memstore.cli.common import (
 )
 from memstore.cli.index import ReadingProgress, StoredAsOption, about, reused
 from memstore.errors import MemstoreError, StoreNotFoundError
-from memstore.syncing import Comparison, Folder, adopt, compare, refresh, remove_gone
+from memstore.sources import Folder, refresh
+from memstore.syncing import Comparison, adopt, compare, remove_gone
 
 
 def sync(
@@ -90,8 +91,10 @@ def sync(
                 done[what].append(facts)
                 if not as_json:
                     out.print(f"{what} {document.name}{reused(update)}", soft_wrap=True)
-            adopt(opened, place, found.unchanged)
-            done["removed"] = remove_gone(opened, place)
+            failed = adopt(opened, place, found.unchanged)
+            done["removed"], not_removed = remove_gone(opened, place)
+            for document, problem in failed + not_removed:
+                fail(document.name, about(document, problem))
             if not as_json:
                 for name in done["removed"]:
                     out.print(f"removed {name}", soft_wrap=True)

@@ -8,10 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 import memstore
-from memstore import noting, syncing
+from memstore import noting, sources
+from memstore.catalog import SEALED, key
+from memstore.manifest import FORMAT_MINOR
 from tests.cli.conftest import GENESIS, Run
 from tests.store import making
 
@@ -196,7 +199,7 @@ def test_what_changed_while_a_model_read_is_not_removed(
     first.rename(tmp_path / "first.md")
     (folder / "letters" / "picture.png").touch()
     (folder / "exodus.txt").write_text("These are the names.")
-    read = syncing.refresh
+    read = sources.refresh
 
     def refresh(*arguments: Any, **options: Any) -> Any:
         (tmp_path / "first.md").rename(first)
@@ -278,7 +281,7 @@ def test_an_update_that_is_not_wanted_after_all_is_given_up(
     for command in ("sync", "index"):
         with memstore.open(tmp_path / "store") as store:
             old = store["genesis"].manifest
-            store.create(making.manifest("genesis"), making.document(), old).close()
+            store.create(making.manifest("genesis", metadata=old.metadata), making.document(), old).close()
         listed = run("list", *common)
         assert "Unfinished updates: genesis. The earlier version is there" in listed.stderr
         assert "memstore remove" not in listed.stderr and "genesis" in listed.stdout
@@ -341,7 +344,7 @@ def test_a_link_may_lie_where_the_folder_was(run: Run, sync: Any, folder: Path, 
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "moved" / "genesis.txt").rename(tmp_path / "moved" / "exodus.txt")
     result = run(*command, "--moved-from", tmp_path / "loop")
-    assert result.exit_code == 1 and "cannot be the path of a folder" in json.loads(result.stdout)["error"]
+    assert result.exit_code == 1 and "cannot be the path of a text or a folder" in json.loads(result.stdout)["error"]
 
 
 def test_metadata_of_others_may_be_anything(sync: Any, tmp_path: Path) -> None:
@@ -387,6 +390,35 @@ def test_what_another_process_does_meanwhile_is_kept(
         assert metadata["author"] == "Moses" and metadata["folder"] == str(folder)
     else:
         assert metadata == making.manifest().metadata
+
+
+def test_one_memory_that_cannot_be_removed_does_not_keep_the_others(sync: Any, folder: Path, tmp_path: Path) -> None:
+    sync()
+    with memstore.open(tmp_path / "store") as store:
+        fields = {**store["genesis"].manifest.fields(), "format_minor": FORMAT_MINOR + 1, "more": True}
+        store.records.commit({key(SEALED, "genesis"): msgpack.packb(fields)})
+    shutil.rmtree(folder / "letters")
+    (folder / "genesis.txt").rename(folder / "exodus.txt")
+    done = sync(expect=1)
+    assert (names(done["added"]), done["removed"], names(done["failed"])) == (
+        ["exodus"],
+        ["letters/first"],
+        ["genesis"],
+    )
+    assert "Install the version that wrote it" in done["failed"][0]["error"]
+
+
+def test_an_unfinished_update_of_another_folder_is_left(
+    run: Run, sync: Any, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    sync()
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    with memstore.open(tmp_path / "store") as store:
+        draft = making.manifest("genesis", metadata=store["genesis"].metadata)
+        store.create(draft, making.document(), store["genesis"].manifest).close()
+        assert run("sync", other, "--model", model, "--store", tmp_path / "store").exit_code == 0
+        assert store.unfinished() == [draft]
 
 
 def test_people_are_told_what_was_done(run: Run, folder: Path, model: Path, tmp_path: Path) -> None:

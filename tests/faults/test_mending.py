@@ -12,11 +12,12 @@ import msgpack
 import pytest
 
 import memstore
-from memstore import verify
+from memstore import catalog, pending, verify
 from memstore.catalog import PENDING, SEALED, key, strays
 from memstore.errors import (
     DamagedMemoryError,
     FormatError,
+    MemoryBusyError,
     StoreBusyError,
     StoreError,
     StoreFullError,
@@ -28,6 +29,7 @@ from memstore.repair import mend_catalog
 from memstore.store import MemoryStore
 from memstore.values import block_key
 from memstore_backends import lmdb_mend
+from memstore_backends.lmdb_pages import meta
 from tests.faults.harming import damage, data_of
 from tests.store import making
 
@@ -194,7 +196,7 @@ def test_a_catalog_that_another_process_was_just_writing_is_not_replaced(
         before = readable(data)
         with memstore.open(library.path) as store:
             making.write(store, "ruth")
-        return before[0], "a page was being written"
+        return before[0], "a page was being written", False
 
     monkeypatch.setattr(lmdb_mend, "_readable", torn)
     assert mend_catalog(library.path, "lmdb") == []
@@ -315,7 +317,7 @@ def test_what_a_killed_mending_left_goes_when_the_store_is_opened(
         if step == "all is done":
             patched.setattr(lmdb_mend, "tidy", lambda folder: kill() if left.exists() else tidy(folder))
         else:
-            patched.setattr(shutil, "copyfile", kill)
+            patched.setattr(lmdb_mend, "_keep", kill)
         lmdb_mend.mend(library.path)
     assert left.is_dir()
     mend_catalog(library.path, "lmdb")
@@ -352,6 +354,121 @@ def test_no_copy_brings_back_what_a_killed_removal_or_update_replaced(
     with memstore.open(library.path) as store:
         assert store.names() == ["esther"]
         assert store["esther"].manifest == current
+
+
+@pytest.mark.parametrize("step", ["before the commit", "after the commit", "given up"])
+def test_of_two_copies_of_one_record_the_newer_one_counts(
+    library: MemoryStore, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ids they have: an update is killed once its copy is there, and the catalog lost."""
+    for number in range(6):
+        old = making.write(library, f"doc-{number}").manifest
+        draft = making.manifest(f"doc-{number}", document_digest="1")
+        with library.create(draft, making.document(), old) as writer, monkeypatch.context() as patched:
+            patched.setattr(library.records, "delete" if step == "after the commit" else "commit", kill)
+            with pytest.raises(KilledError):
+                making.fill(writer)
+        if step == "given up":
+            pending.give_up(library, draft.name)
+    lose_all(library)
+    with memstore.open(library.path) as store:
+        digest = "0" if step == "given up" else "1"
+        assert [memory.manifest.document_digest for memory in store.memories()] == [digest] * 6
+        assert (store.unfinished(), catalog.strays(store.records)) == ([], [])
+        assert len(store.records.memory_ids()) == 6
+        for memory in store.memories():
+            making.check(memory, "open")
+
+
+def test_a_copy_does_not_say_what_is_to_go_where_the_catalog_knows_better(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write(library, "ruth")
+    old = making.write(library).manifest
+    with library.create(making.manifest(document_digest="1"), making.document(), old) as writer:
+        monkeypatch.setattr(library.records, "commit", kill)
+        with pytest.raises(KilledError):
+            making.fill(writer)
+    monkeypatch.undo()
+    library.close()
+    forget_a_record(catalog_of(library))
+    mend_catalog(library.path, "lmdb")
+    with memstore.open(library.path) as store:
+        assert store.names() == ["esther", "ruth"] and store["esther"].manifest == old
+        making.check(store["esther"], "open")
+
+
+@pytest.mark.parametrize("last", ["a note", "a removal", "an update"])
+def test_where_only_the_state_before_the_last_can_be_read_copies_are_newer(library: MemoryStore, last: str) -> None:
+    making.write(library, "ruth")
+    old = making.write(library).manifest
+    if last == "a note":
+        library.set_metadata("esther", {"year": 1})
+    elif last == "a removal":
+        del library["esther"]
+    else:
+        with library.create(making.manifest(document_digest="1"), making.document(), old) as writer:
+            making.fill(writer)
+    library.close()
+    data = bytearray(catalog_of(library).read_bytes())
+    newest = max((meta(bytes(data[i * 4096 : (i + 1) * 4096]), i) for i in (0, 1)), key=lambda each: each.transaction)
+    data[newest.root * 4096 : (newest.root + 1) * 4096] = bytes(4096)
+    catalog_of(library).write_bytes(data)
+    (said,) = mend_catalog(library.path, "lmdb")
+    assert "Its last state could not be read, but the one before" in said
+    with memstore.open(library.path) as store:
+        assert catalog.strays(store.records) == []
+        assert all(result.ok for result in store.verify())
+        if last == "a removal":
+            assert store.names() == ["ruth"]
+        else:
+            esther = store["esther"].manifest
+            assert (esther.metadata == {"year": 1}) if last == "a note" else (esther.document_digest == "1")
+
+
+def test_a_memory_known_in_both_states_is_not_written_over(library: MemoryStore) -> None:
+    memory = making.write(library)
+    draft = memory.manifest.model_copy(update={"digest": None, "seal": None})
+    library.records.commit({key(PENDING, "esther"): draft.pack()})
+    new = making.manifest(metadata={"year": 1})
+    with library.create(new, making.document(), memory.manifest) as writer:
+        assert (writer.manifest.id, writer.num_done) == (new.id, 0)
+        making.check(making.fill(writer), "open")
+    assert library.records.memory_ids() == [new.id]
+
+
+def test_what_is_unfinished_and_cannot_be_read_is_left_to_its_writer(library: MemoryStore) -> None:
+    old = making.write(library).manifest
+    with library.create(making.manifest(document_digest="1"), making.document(), old) as writer:
+        making.append(writer)
+        value = library.records.get(key(PENDING, "esther"))
+        assert value is not None
+        library.records.commit({key(PENDING, "esther"): b"\xc1"})
+        pending.give_up(library, "esther")
+        assert writer.manifest.id in library.records.memory_ids()
+        with pytest.raises(MemoryBusyError):
+            pending.drop(library.records, "esther")
+        library.records.commit({key(PENDING, "esther"): value})
+        making.check(making.fill(writer), "open")
+
+
+def test_a_record_of_a_newer_version_does_not_keep_locks_from_going(library: MemoryStore) -> None:
+    fields = {**making.manifest("newer").fields(), "format_minor": FORMAT_MINOR + 1, "more": True}
+    library.records.commit({key(PENDING, "newer"): msgpack.packb(fields)})
+    library.records.lock("0" * 32, wait=False).release()
+    library.records.lock(fields["id"], wait=False).release()
+    library.close()
+    with memstore.open(library.path) as store:
+        assert store.records.lock_names() == [fields["id"]]
+
+
+def test_an_unfinished_update_goes_with_a_memory_that_cannot_be_read(library: MemoryStore) -> None:
+    old = making.write(library).manifest
+    library.create(making.manifest(document_digest="1"), making.document(), old).close()
+    fields = {**old.fields(), "format_minor": FORMAT_MINOR + 1, "more": True}
+    library.records.commit({key(SEALED, "esther"): msgpack.packb(fields)})
+    del library["esther"]
+    assert (library.records.memory_ids(), library.unfinished()) == ([], [])
 
 
 def test_a_memory_that_a_mended_catalog_knows_as_begun_too_outlives_the_draft(library: MemoryStore) -> None:
@@ -392,8 +509,8 @@ def test_a_writer_that_finds_its_memory_removed_leaves_no_copy(library: MemorySt
 def test_a_memory_whose_copy_cannot_be_written_is_finished_by_the_next_writer(
     library: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(memory_id: str, manifest_key: bytes, value: bytes) -> None:
-        if manifest_key == key(SEALED, "esther"):
+    def fail(memory_id: str, records: dict[bytes, bytes]) -> None:
+        if key(SEALED, "esther") in records:
             raise StoreFullError("no space")
 
     monkeypatch.setattr(library.records, "copy", fail)
@@ -419,7 +536,7 @@ def test_a_catalog_that_is_whole_once_it_is_alone_is_left(
 
     def seen(data: Path) -> Any:
         first.append(data)
-        return ({}, "another process was writing") if len(first) == 1 else readable(data)
+        return ({}, "another process was writing", False) if len(first) == 1 else readable(data)
 
     first: list[Path] = []
     readable = lmdb_mend._readable

@@ -213,14 +213,14 @@ def test_bytes_that_are_no_pages_are_refused(tmp_path: Path, pages: bytes, meta:
         os.close(fd)
 
 
-@pytest.mark.parametrize(("key_", "value"), [(1, b""), ("text", None), (b"m", [1])])
-def test_a_copy_that_is_none_restores_nothing(library: MemoryStore, key_: Any, value: Any) -> None:
+@pytest.mark.parametrize("records", [{1: b""}, {"text": None}, {b"m": [1]}, {}], ids=str)
+def test_a_copy_that_is_none_restores_nothing(library: MemoryStore, records: Any) -> None:
     memory = making.write(library)
     folder = library.records.folder(memory.manifest.id)
     assert folder is not None
     library.close()
     (library.path / "catalog" / "data.mdb").write_bytes(b"")
-    write_copy(folder, key_, value)
+    write_copy(folder, records)
     assert (folder / COPY).exists()
     (said,) = mend(library.path)
     assert "0 were restored" in said

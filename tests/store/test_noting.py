@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 import memstore
-from memstore import noting
+from memstore import noting, removing
 from memstore.catalog import PENDING, SEALED, key
 from memstore.errors import (
+    DamagedMemoryError,
     DocumentError,
     MemoryNotFoundError,
     ReadOnlyStoreError,
@@ -128,11 +131,11 @@ def test_a_full_disk_at_the_end_of_an_update_costs_neither_version_its_copy(
     draft = making.manifest(document_digest="1")
     copy, failed = library.records.copy, list[str]()
 
-    def full(memory_id: str, record: bytes, value: bytes) -> None:
-        if record == key(SEALED, "esther") and len(failed) < times:
+    def full(memory_id: str, records: Mapping[bytes, bytes]) -> None:
+        if key(SEALED, "esther") in records and len(failed) < times:
             failed.append(memory_id)
             raise StoreFullError("no space")
-        copy(memory_id, record, value)
+        copy(memory_id, records)
 
     monkeypatch.setattr(library.records, "copy", full)
     with library.create(draft, making.document(), old) as writer:
@@ -169,8 +172,8 @@ def test_what_is_noted_of_a_memory_that_is_going_does_not_bring_it_back(
 
     def late(puts: Any, *arguments: Any, **options: Any) -> bool:
         monkeypatch.undo()
-        if how == "removed":
-            del library["esther"]
+        if how == "removed":  # by a process that does not wait for this one
+            removing.remove(library.records, key(SEALED, "esther"), old.pack(), old.id)
         else:
             with library.create(making.manifest(document_digest="1"), making.document(), old) as writer:
                 making.fill(writer)
@@ -228,3 +231,36 @@ def test_a_memory_of_an_older_format_says_that_it_is_of_this_one(library: Memory
     assert library["esther"].manifest.format_minor == 0
     library.set_metadata("esther", {})
     assert library["esther"].manifest.format_minor == making.manifest().format_minor
+
+
+def test_what_is_taken_away_during_an_update_stays_away(library: MemoryStore) -> None:
+    old = making.write(library, metadata={"a": 1, "b": 1, "c": 1}).manifest
+    draft = making.manifest(document_digest="1", metadata={"a": 1, "b": 2, "c": 1})
+    with library.create(draft, making.document(), old) as writer:
+        library.set_metadata("esther", {"c": 1})
+        assert making.fill(writer).metadata == {"b": 2, "c": 1}
+
+
+def test_a_note_that_cannot_be_committed_leaves_the_copy_of_what_there_is(
+    library: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = making.write(library).manifest
+
+    def full(*_: Any, **options: Any) -> bool:
+        raise StoreFullError("no space")
+
+    with monkeypatch.context() as patched, pytest.raises(StoreFullError):
+        patched.setattr(library.records, "commit", full)
+        library.set_metadata("esther", {"year": 1})
+    with monkeypatch.context() as patched, pytest.raises(StoreFullError):
+        patched.setattr(library.records, "commit", full)
+        del library["esther"]
+    with mended(library) as store:
+        assert store["esther"].manifest == before
+
+
+def test_a_memory_whose_folder_is_gone_is_damaged(library: MemoryStore) -> None:
+    memory = making.write(library)
+    shutil.rmtree(library.path / "memories" / memory.manifest.id)
+    with pytest.raises(DamagedMemoryError, match="Memory 'esther' is damaged: its folder is missing"):
+        library.set_metadata("esther", {"year": 1})
