@@ -214,8 +214,10 @@ class Catalog:
                 logger.info("cleared %d readers of %s, which were killed", cleared, self._folder)
         try:
             return env.begin(write=write)
-        except lmdb.MapResizedError:  # by another process
-            env.set_mapsize(0)
+        except lmdb.MapResizedError as error:  # by another process, or a damaged meta page only says so
+            if problem := problem_of_metas(self._data):
+                raise damaged_catalog(self._data, problem) from error
+            env.set_mapsize(max(CATALOG_MAP, 2 * size))
         except lmdb.ReadersFullError:
             env.reader_check()
         return env.begin(write=write)

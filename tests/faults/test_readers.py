@@ -17,6 +17,7 @@ TOLD = (
     "holds another memory named",
     "is being written",
     "holds no memory named",
+    "holds no complete memory named",
     "was removed while",
     "has been removed",
     "another version has taken its place",

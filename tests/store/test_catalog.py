@@ -17,6 +17,7 @@ from memstore_backends import lmdb_catalog, lmdb_problems, lmdb_summary
 from memstore_backends.lmdb_catalog import Catalog
 from tests.store import making
 
+LAST_PAGE = 136  # the offset of its number in a meta page
 COMMIT = """
 import sys
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_what_cannot_be_opened_for_writing_is_not_held(
         assert holder.items(b"") == [(b"ours", b"1")]
         holder.release()
     assert not Catalog.is_open(folder)
+
+
+def test_pages_that_do_not_fit_into_the_file_are_damage_and_no_map_is_made_for_them(
+    catalog: Catalog, folder: Path
+) -> None:
+    data = bytearray((folder / "data.mdb").read_bytes())
+    for number in (0, 1):
+        at = number * 4096 + LAST_PAGE
+        data[at : at + 8] = (1 << 40).to_bytes(8, "little")
+    (folder / "data.mdb").write_bytes(data)
+    with pytest.raises(DamagedMemoryError, match="pages do not fit into its length"):
+        catalog.items(b"")
 
 
 def test_it_counts_as_open_when_its_file_is_gone(catalog: Catalog, folder: Path) -> None:
