@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -257,23 +258,40 @@ class Facts(BaseModel):
     def unpack(cls, data: bytes) -> Facts:
         """From the manifest of a complete memory. Raises FormatError as :meth:`Manifest.unpack` does, but for what is
         wrong in the rest of it."""
-        try:
-            unpacker = msgpack.Unpacker(strict_map_key=True)
-            unpacker.feed(data)
-            raw: dict[str, Any] = {}
-            for _ in range(unpacker.read_map_header()):
-                field = unpacker.unpack()
-                if field in _TOLD:
-                    raw[field] = unpacker.unpack()
-                else:
-                    unpacker.skip()
-            _check_major(raw)
-        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise _no_manifest(error) from error
+        raw = _some(data, _TOLD)
+        _check_major(raw)
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
             raise _not_valid(raw, error) from error
+
+
+def name_of(data: bytes) -> str:
+    """The name in a packed manifest. Raises FormatError for what is no manifest, or one of another major format."""
+    raw = _some(data, {"format_major", "format_minor", "name"})
+    _check_major(raw)
+    if not isinstance(raw.get("name"), str):
+        raise _no_manifest(ValueError("it has no name"))
+    return str(raw["name"])
+
+
+def _some(data: bytes, wanted: Collection[str]) -> dict[str, Any]:
+    """These fields of a packed manifest, which is read no further than the last of them."""
+    raw: dict[str, Any] = {}
+    try:
+        unpacker = msgpack.Unpacker(strict_map_key=True)
+        unpacker.feed(data)
+        for _ in range(unpacker.read_map_header()):
+            field = unpacker.unpack()
+            if field in wanted:
+                raw[field] = unpacker.unpack()
+                if len(raw) == len(wanted):
+                    break
+            else:
+                unpacker.skip()
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise _no_manifest(error) from error
+    return raw
 
 
 def _said(value: Any) -> str:

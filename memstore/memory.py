@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from memstore.errors import MEND, DamagedMemoryError, StoreError
-from memstore.manifest import Facts, Manifest
+from memstore.manifest import Facts, Manifest, name_of
 from memstore.open_memory import OpenMemory, Verify
 from memstore.values import OFFSETS, TEXT, TOKEN_IDS, describe
 
@@ -46,11 +46,15 @@ class Memory:
     def __init__(self, store: MemoryStore, manifest: Manifest | bytes) -> None:
         """``manifest``: may be packed, so that a list of thousands reads no more of it than it needs."""
         self.store = store
-        self._facts: Manifest | Facts
         if isinstance(manifest, bytes):
-            self._packed, self._facts = manifest, Facts.unpack(manifest)
+            self._packed, self.name = manifest, name_of(manifest)
         else:
             self.manifest = self._facts = manifest
+            self.name = manifest.name
+
+    @cached_property
+    def _facts(self) -> Manifest | Facts:
+        return Facts.unpack(self._packed)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -62,10 +66,6 @@ class Memory:
 
     def __reduce__(self) -> str:
         raise StoreError("A memory cannot be copied or pickled. Another process opens the store for itself.")
-
-    @property
-    def name(self) -> str:
-        return self._facts.name
 
     @property
     def num_tokens(self) -> int:

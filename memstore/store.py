@@ -157,10 +157,11 @@ class MemoryStore:
 
     def get(self, name: str) -> Memory | None:
         """The memory of this name, or None."""
-        try:
-            return self[name]
-        except MemoryNotFoundError:
+        if not is_name(name):
             return None
+        with named(name):
+            value = self.records.get(key(SEALED, name))
+            return None if value is None else Memory(self, Manifest.unpack(value))
 
     def __delitem__(self, name: str) -> None:
         """Remove a memory, with what an interrupted update of it left; or, where there is none, what an interrupted

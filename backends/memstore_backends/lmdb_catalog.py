@@ -14,6 +14,7 @@ from typing import ClassVar, TypeVar
 import lmdb
 
 from memstore.errors import DamagedMemoryError, FormatError, StoreError, StoreFullError
+from memstore.interfaces import Buffer
 from memstore_backends import mounts
 from memstore_backends.lmdb_errors import translated
 from memstore_backends.lmdb_lock import prepare
@@ -125,10 +126,12 @@ class Catalog:
     def items(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
         def ask(snapshot: Snapshot, number: int) -> list[tuple[bytes, bytes]]:
             summary = self._summary(snapshot.get(SUMMARY), number)
-            found = [(key, value) for key, value in snapshot.items(prefix) if key != SUMMARY]
+            found = sorted(
+                (key, opened(self._data, key, value) or b"") for key, value in snapshot.items(prefix) if key != SUMMARY
+            )
             if summary is not None and len(prefix) < 2:  # whole kinds
                 summary.check(Summary.of_keys(key for key, _ in found), prefix or summary.kinds)
-            return [(key, opened(self._data, key, value) or b"") for key, value in found]
+            return found
 
         return self._read(ask)
 
@@ -173,10 +176,10 @@ class Catalog:
             transaction.put(SUMMARY, sealed(SUMMARY, summary.pack(transaction.id())))
         return True
 
-    def _summary(self, value: bytes | None, number: int) -> Summary | None:
+    def _summary(self, value: Buffer | None, number: int) -> Summary | None:
         """None where no commit has written one yet. Raises PageError unless transaction ``number`` wrote it."""
-        value = opened(self._data, SUMMARY, value)
-        return None if value is None else Summary.unpack(value, number)
+        found = opened(self._data, SUMMARY, value)
+        return None if found is None else Summary.unpack(found, number)
 
     def _read(self, ask: Callable[[Snapshot, int], T]) -> T:
         """What ``ask`` finds in the newest state, in which liblmdb itself touches no page of a tree."""

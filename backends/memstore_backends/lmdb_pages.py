@@ -179,7 +179,7 @@ def record(page: bytes, number: int, node: int) -> tuple[bytes, int | None, int,
     raise PageError(f"a record of page {number} is damaged")
 
 
-def check_run(header: bytes, number: int, size: int, page_size: int, num_pages: int) -> None:
+def check_run(header: bytes | memoryview, number: int, size: int, page_size: int, num_pages: int) -> None:
     """Raises PageError unless this is the header of an overflow run that holds a value of so many bytes."""
     own_number, _, flags, low, high = HEADER.unpack_from(header)
     needed = (HEADER.size - 1 + size) // page_size + 1

@@ -14,12 +14,15 @@ from contextlib import contextmanager
 from memstore_backends import lmdb_pages as pages
 from memstore_backends.lmdb_pages import HEADER, PageError
 
+STRETCH, MOST_STRETCHES = 64 << 10, 64  # bytes that are read at once, and how many such are held
+
 
 class Snapshot:
     """The records as transaction ``transaction`` left them. Raises PageError, here and later, for what is damaged."""
 
     def __init__(self, fd: int, transaction: int) -> None:
         self._fd, self._size = fd, os.fstat(fd).st_size
+        self._stretches: dict[int, bytes] = {}
         with _cut_short():
             self._page_size = pages.page_size(fd)
             number = transaction & 1  # transactions take turns
@@ -27,18 +30,15 @@ class Snapshot:
         if self._meta.transaction != transaction:
             raise PageError(f"meta page {number} is of transaction {self._meta.transaction}, not of {transaction}")
 
-    def get(self, key: bytes) -> bytes | None:
-        for found, value in self.items(key):
-            if found == key:
-                return value
-            break  # the key itself would come before all that begin with it
-        return None
+    def get(self, key: bytes) -> memoryview | None:
+        return next((value for found, value in self.items(key) if found == key), None)
 
-    def items(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Records whose key starts with ``prefix``, in byte order."""
-        for key, page, number, node in self._nodes(prefix):
-            with _cut_short():
-                yield key, self._value(page, number, node)
+    def items(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        """Records whose key starts with ``prefix``, in the order in which they lie in the file."""
+        with _cut_short():
+            found = [(pages.record(page, number, node), page) for _, page, number, node in self._nodes(prefix)]
+            for (key, run, start, size), page in sorted(found, key=lambda each: each[0][1] or 0):
+                yield key, self._value(page, run, start, size)
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
         for key, *_ in self._nodes(prefix):
@@ -73,19 +73,29 @@ class Snapshot:
                     if (end is None or end > prefix) and (start <= prefix or start.startswith(prefix)):
                         waiting.append(pages.child(page, node))
 
-    def _value(self, page: bytes, number: int, node: int) -> bytes:
-        _, run, start, size = pages.record(page, number, node)
+    def _value(self, page: bytes, run: int | None, start: int, size: int) -> memoryview:
         if run is None:
-            return page[start : start + size]
+            return memoryview(page)[start : start + size]
         where = run * self._page_size
         if where + HEADER.size + size > self._size:
             raise PageError(f"the value at page {run} ends outside the file")
-        data = os.pread(self._fd, HEADER.size + size, where)
+        data = self._bytes(where, HEADER.size + size)
         pages.check_run(data, run, size, self._page_size, self._meta.num_pages)
         return data[HEADER.size :]
 
+    def _bytes(self, start: int, size: int) -> memoryview:
+        """Bytes of the file, of which a stretch is read at once: in a list of thousands, neighbours are wanted too."""
+        stretch, at = divmod(start, STRETCH)
+        if at + size > STRETCH:
+            return memoryview(os.pread(self._fd, size, start))
+        if stretch not in self._stretches:
+            if len(self._stretches) == MOST_STRETCHES:
+                self._stretches.clear()
+            self._stretches[stretch] = os.pread(self._fd, STRETCH, stretch * STRETCH)
+        return memoryview(self._stretches[stretch])[at : at + size]
+
     def _page(self, number: int) -> bytes:
-        page = os.pread(self._fd, self._page_size, number * self._page_size)
+        page = bytes(self._bytes(number * self._page_size, self._page_size))
         if len(page) < self._page_size:
             raise PageError(f"page {number} lies outside the file")
         return page

@@ -15,6 +15,7 @@ import msgpack
 import xxhash
 
 from memstore.errors import DamagedMemoryError
+from memstore.interfaces import Buffer
 from memstore_backends.lmdb_pages import PageError
 
 SUMMARY = b"\0summary"
@@ -26,16 +27,19 @@ def sealed(key: bytes, value: bytes) -> bytes:
     return xxhash.xxh3_128_digest(key + value) + value
 
 
-def opened(data: Path, key: bytes, value: bytes | None) -> bytes | None:
+def opened(data: Path, key: bytes, value: Buffer | None) -> bytes | None:
     """The value that was stored in the catalog at ``data``. Raises DamagedMemoryError."""
     if value is None:
         return None
-    if value[:_CHECKSUM] != xxhash.xxh3_128_digest(key + value[_CHECKSUM:]):
+    view = memoryview(value)
+    digest = xxhash.xxh3_128(key)
+    digest.update(view[_CHECKSUM:])
+    if view[:_CHECKSUM] != digest.digest():
         raise DamagedMemoryError(
             f"A record of the catalog {data} is damaged ({key.hex()}). Run `memstore verify --repair`; or remove the "
             "memory it belongs to and encode its document again, or restore the store from a copy."
         )
-    return value[_CHECKSUM:]
+    return bytes(view[_CHECKSUM:])
 
 
 def damaged_catalog(data: Path, what: str) -> DamagedMemoryError:

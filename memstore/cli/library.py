@@ -54,8 +54,8 @@ def list_memories(
         with suppress(MemoryNotFoundError):
             chosen = opened.memories() if pattern is None else opened.matching(pattern)
         memories = [_facts(memory) for memory in chosen]
-        complete = set(opened.names())
         unfinished = [each.name for each in opened.unfinished() if pattern is None or _fits(each.name, pattern)]
+        complete = [name for name in unfinished if name in opened]
     if as_json:
         write_json({"memories": memories, "unfinished": unfinished})
         return

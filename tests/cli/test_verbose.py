@@ -16,7 +16,7 @@ def test_v_says_what_is_done_and_leaves_nothing_behind(run: Run, library: Path) 
     assert quiet.stderr == ""
     said = run("-v", "remove", "ruth[1]", "--store", library)
     assert said.stdout == "Removed ruth[1].\n"
-    assert "INFO memstore.store: removed memory 'ruth[1]' from" in said.stderr
+    assert "INFO memstore.pending: removed memory 'ruth[1]' from" in said.stderr
     logger = logging.getLogger("memstore")
     assert [type(handler) for handler in logger.handlers] == [logging.NullHandler]
     assert logger.level == logging.NOTSET
