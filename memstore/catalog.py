@@ -9,7 +9,7 @@ import msgpack
 
 from memstore.errors import DamagedMemoryError, DocumentError, FormatError, StoreNotFoundError
 from memstore.interfaces import RecordStore
-from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR
+from memstore.manifest import FORMAT_MAJOR, FORMAT_MINOR, id_of
 
 FORMAT = b"format"
 SEALED, PENDING = b"m", b"p"  # + a hash of the name: a manifest
@@ -34,14 +34,6 @@ def check_name(name: object) -> None:
 def key(kind: bytes, name: str) -> bytes:
     """The key of a memory's manifest: of fixed length, because a name may be longer than any key."""
     return kind + hashlib.blake2b(name.encode(), digest_size=16).digest()
-
-
-def id_of(value: bytes) -> str:
-    """The id in a manifest, also in one that a newer version wrote. Raises FormatError."""
-    try:
-        return str(msgpack.unpackb(value)["id"])
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise FormatError(f"The catalog holds a record that is no manifest ({error}).") from error
 
 
 def index_lock(memory_id: str) -> str:

@@ -19,7 +19,7 @@ from memstore.errors import EncodingError, MemoryExistsError
 from memstore.evaluating import evaluating
 from memstore.manifest import Manifest, PartSpec
 from memstore.memory import Memory
-from memstore.memory_writer import MemoryWriter, token_parts
+from memstore.memory_writer import MemoryWriter, dtypes, token_parts
 from memstore.pending import give_up, manifest_of
 from memstore.registry import adapter_for
 from memstore.windows import Window, plan
@@ -135,17 +135,13 @@ def differences(manifest: Manifest, draft: Manifest) -> list[str]:
 
 def another_exists(manifest: Manifest, draft: Manifest, differing: list[str]) -> MemoryExistsError:
     """What to raise where the memory of this name is another one."""
-    if "parts" in differing and (stored := _dtypes(manifest)) != (wanted := _dtypes(draft)):
+    if "parts" in differing and (stored := " and ".join(dtypes(manifest))) != (wanted := " and ".join(dtypes(draft))):
         differing[differing.index("parts")] = f"dtype (stored as {stored}, not {wanted})"
         differing = [field for field in differing if field != "block_tokens"]  # which follows from it
     return MemoryExistsError(
         f"The store holds another memory named {draft.name!r} already; it differs in {', '.join(differing)}. "
         "Remove it first, or choose another name."
     )
-
-
-def _dtypes(manifest: Manifest) -> str:
-    return " and ".join(sorted({spec.dtype for part, spec in token_parts(manifest).items()}))
 
 
 def write(writer: MemoryWriter, adapter: ModelAdapter, read: Read, progress: Progress | None) -> Memory:

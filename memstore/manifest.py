@@ -275,6 +275,14 @@ def name_of(data: bytes) -> str:
     return str(raw["name"])
 
 
+def id_of(data: bytes) -> str:
+    """The id in a packed manifest, also in one that a newer version wrote. Raises FormatError for what is none."""
+    raw = _some(data, {"id"})
+    if "id" not in raw:
+        raise _no_manifest(ValueError("it has no id"))
+    return str(raw["id"])
+
+
 def _some(data: bytes, wanted: Collection[str]) -> dict[str, Any]:
     """These fields of a packed manifest, which is read no further than the last of them."""
     raw: dict[str, Any] = {}

@@ -39,6 +39,11 @@ def token_parts(manifest: Manifest) -> dict[str, PartSpec]:
     return {part: spec for part, spec in manifest.parts.items() if spec.every == 1}
 
 
+def dtypes(manifest: Manifest) -> list[str]:
+    """The dtypes that vectors of tokens are stored in, sorted; most often one."""
+    return sorted({spec.dtype for spec in token_parts(manifest).values()})
+
+
 def expected_keys(manifest: Manifest) -> set[bytes]:
     """The values that a complete memory holds at least."""
     keys = {key for i in range(manifest.num_blocks) for key in block_keys(manifest, i)}

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from memstore.catalog import PENDING, SEALED, check_name, id_of, is_name, key
+from memstore.catalog import PENDING, SEALED, check_name, is_name, key
 from memstore.errors import (
     DamagedMemoryError,
     DocumentError,
@@ -22,7 +22,7 @@ from memstore.errors import (
     StoreBusyError,
 )
 from memstore.interfaces import Lock, RecordStore
-from memstore.manifest import Manifest
+from memstore.manifest import Manifest, id_of
 from memstore.memory import Document
 from memstore.memory_writer import MemoryWriter
 from memstore.noting import with_notes

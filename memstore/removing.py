@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from memstore.catalog import INDEX, PENDING, TOMBSTONE, id_of, index_lock
+from memstore.catalog import INDEX, PENDING, TOMBSTONE, index_lock
 from memstore.errors import DamagedMemoryError, StoreBusyError, StoreError
 from memstore.interfaces import RecordStore
+from memstore.manifest import id_of
 
 logger = logging.getLogger(__name__)
 

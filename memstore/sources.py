@@ -19,7 +19,7 @@ from memstore.documents import STDIN
 from memstore.errors import DocumentError, MemoryExistsError
 from memstore.files import reason
 from memstore.memory import Memory, text_digest
-from memstore.memory_writer import token_parts
+from memstore.memory_writer import dtypes
 from memstore.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def refresh(
     metadata = origin(document, folder)
     before = store.get(document.name)
     if before is not None:
-        dtype = dtype or min(spec.dtype for spec in token_parts(before.manifest).values())
+        dtype = dtype or dtypes(before.manifest)[0]
         same = is_of(before, text)
         if not same:
             check_source(before, document, folder)

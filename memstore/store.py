@@ -145,10 +145,7 @@ class MemoryStore:
         return len(self.records.items(SEALED))
 
     def __contains__(self, name: object) -> bool:
-        if not is_name(name):
-            return False
-        with named(name):
-            return self.records.get(key(SEALED, name)) is not None
+        return self._value(name) is not None
 
     def __getitem__(self, name: str) -> Memory:
         """Raises MemoryNotFoundError, DamagedMemoryError, FormatError."""
@@ -157,10 +154,8 @@ class MemoryStore:
 
     def get(self, name: str) -> Memory | None:
         """The memory of this name, or None."""
-        if not is_name(name):
-            return None
+        value = self._value(name)
         with named(name):
-            value = self.records.get(key(SEALED, name))
             return None if value is None else Memory(self, Manifest.unpack(value))
 
     def __delitem__(self, name: str) -> None:
@@ -333,13 +328,16 @@ class MemoryStore:
 
     def sealed(self, name: object) -> bytes:
         """The manifest of a memory as it lies in the catalog. Raises MemoryNotFoundError, DamagedMemoryError."""
-        value = None
-        if is_name(name):
-            with named(name):
-                value = self.records.get(key(SEALED, name))
+        value = self._value(name)
         if value is None:
             raise self._not_found(name)
         return value
+
+    def _value(self, name: object) -> bytes | None:
+        if not is_name(name):
+            return None
+        with named(name):
+            return self.records.get(key(SEALED, name))
 
     def _not_found(self, name: object, as_pattern: bool = False) -> MemoryNotFoundError:
         begun: list[str] = []

@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memstore import documents, noting, pending
 from memstore.errors import (
@@ -19,12 +19,9 @@ from memstore.errors import (
 )
 from memstore.manifest import Manifest
 from memstore.memory import Memory
-from memstore.memory_writer import token_parts
+from memstore.memory_writer import dtypes
 from memstore.sources import Folder, check_source, is_mine, is_of, origin
 from memstore.store import MemoryStore
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +166,9 @@ def _can_be_opened(memory: Memory) -> bool:
 
 def _check_dtype(memory: Memory, dtype: str | None) -> None:
     """Raises MemoryExistsError for a memory that is stored in another dtype than asked for."""
-    stored = {spec.dtype for spec in token_parts(memory.manifest).values()}
-    if dtype is not None and stored != {dtype}:
+    stored = dtypes(memory.manifest)
+    if dtype is not None and stored != [dtype]:
         raise MemoryExistsError(
-            f"Memory {memory.name!r} is stored as {' and '.join(sorted(stored))}, not {dtype}. Remove it first, and it "
-            "is read anew."
+            f"Memory {memory.name!r} is stored as {' and '.join(stored)}, not {dtype}. Remove it first, and it is read "
+            "anew."
         )

@@ -43,11 +43,13 @@ DOCUMENT = {"num_tokens", "document_digest", "anchors", "lead_ids", "prefix_ids"
 
 @dataclass(frozen=True)
 class Update:
-    """The memory of a text: of how many windows it consists, and how many of them the model has read just now."""
+    """The memory of a text: of how many windows it consists, and how many of them the model has read just now.
+    unchanged: it is the memory that was there before."""
 
     memory: Memory
     num_windows: int
     num_read: int
+    unchanged: bool = False
 
     @property
     def num_reused(self) -> int:
@@ -131,7 +133,7 @@ def _update(
         if opened is not None and not differing:
             give_up(store, name)
             logger.info("memory %r holds this document already", name)
-            return Update(before, num_windows, 0)
+            return Update(before, num_windows, 0, unchanged=True)
         writer = stack.enter_context(store.create(draft, document, before.manifest))
         reader = Reader(adapter, source, writer)
         read: Read = reader

@@ -94,19 +94,17 @@ def index(
                 reader = (*load_model(model, dtype), stack.enter_context(open_store(store, "a")))
             loaded, tokenizer, opened = reader
             try:
-                before = opened.get(document.name)
                 with ReadingProgress(document.name) as progress:
                     update = refresh(opened, loaded, tokenizer, document, text, dtype=stored_as, progress=progress)
             except MemstoreError as error:
                 fail(document, error)
                 continue
             memory = update.memory
-            unchanged = before is not None and before.manifest.id == memory.manifest.id
             facts = {"name": memory.name, "num_tokens": memory.num_tokens, "nbytes": memory.nbytes}
             counts = {"windows": update.num_windows, "reused": update.num_reused}
-            indexed.append({**facts, **counts, "unchanged": unchanged})
+            indexed.append({**facts, **counts, "unchanged": update.unchanged})
             if not as_json:
-                how = ", unchanged" if unchanged else reused(update)
+                how = ", unchanged" if update.unchanged else reused(update)
                 out.print(f"{memory.name}: {memory.num_tokens:,} tokens, {size(memory.nbytes)}{how}", soft_wrap=True)
     if as_json:
         write_json({"indexed": indexed, "failed": failed})
